@@ -7,10 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+
+from waiting import until
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "tools" / "demo" / "digits.npz"
@@ -79,10 +80,7 @@ class Shell:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Poll what only other processes can change."""
-        end = time.monotonic() + LIMIT_S
-        while not condition():
-            assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}; {self.log()}"
-            time.sleep(0.05)
+        until(condition, what, LIMIT_S, told=self.log)
 
     def log(self) -> str:
         """What the commands in the background have printed."""

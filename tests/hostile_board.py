@@ -31,7 +31,8 @@ import msgspec
 import numpy as np
 from certified import Certified
 from mosquittos import Mosquitto
-from processes import DIGITS, NETWORK, Processes, until
+from processes import DIGITS, NETWORK, Processes
+from waiting import until
 
 from fedquilt import bundle, config, tensors, wire
 from fedquilt.blobs import chunks

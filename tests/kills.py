@@ -4,8 +4,9 @@
     python tests/kills.py --kills 40 --seed 3 --case scaffold
 
 A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, and one after the
-other dies by SIGKILL, at moments that are drawn from the seed. A job has the default cohort settings, but that it waits
-for all three boards before its first round. Jobs follow each other until there were enough kills. Afterwards, for each:
+other dies by SIGKILL: which one, and after how many more facts of its job, is drawn from the seed. A job has the
+default cohort settings, but that it waits for all three boards before its first round. Jobs follow each other until
+there were enough kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
@@ -48,6 +49,9 @@ DEVICES = 3
 KINDS = ("coordinator", "agent", "task", "broker")
 LIMIT_S = 600.0  # without a new fact
 TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
+FACTS = 4  # of a job's log that come at most between two kills
+STEPS = (Asked, Answered, Committed)  # the facts that are counted
+POLL_S = 0.05
 IN_A_ROW = 4  # kills without an answer in between: else nothing would ever be done
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how long a task is
     "fedprox": ("perceptron", {"engine": "numpy", "params": {"lr": 0.1, "batch": 8, "epochs": 150}}),
@@ -58,6 +62,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how l
 
 class LostError(AssertionError):
     """Something that must hold after the kills does not."""
+
+
+class Moments:
+    """When somebody dies: so many facts after the kill before, and a share of the time between two facts after that.
+
+    Both are drawn, and none is in seconds: of a job of so many facts a slow machine sees as many kills as a fast one.
+
+    Args:
+        roll: draws them.
+        now_s: when the job begins.
+    """
+
+    def __init__(self, roll: random.Random, now_s: float) -> None:
+        self._roll = roll
+        self._facts, self._seen_s, self._between_s = 0, now_s, 0.0
+        self.draw()
+
+    def draw(self) -> None:
+        """The next one, from what has been seen so far."""
+        self._wanted = max(self._facts + self._roll.randint(0, FACTS), 1)
+        self._share, self._from_s = self._roll.random(), -1.0
+
+    def due(self, facts: int, now_s: float) -> bool:
+        """Whether it has come, with so many facts in the log."""
+        if facts > self._facts:
+            self._facts, self._seen_s, self._between_s = facts, now_s, now_s - self._seen_s
+        if facts >= self._wanted and self._from_s < 0:
+            self._from_s = now_s
+        return 0 <= self._from_s <= now_s - self._share * self._between_s
 
 
 class Campaign:
@@ -124,7 +157,7 @@ class Campaign:
         for name, command in commands.items():
             processes.start(name, self._log, *command)
         seen, moved_s, answers, row = 0, time.monotonic(), 0, 0
-        next_s = moved_s + self._roll.uniform(0.5, 5.0)
+        moments = Moments(self._roll, moved_s)
         while not isinstance((found := self.facts() or [None])[-1], Ended):
             now_s = time.monotonic()
             if len(found) != seen:
@@ -133,10 +166,12 @@ class Campaign:
                 raise LostError(f"nothing has happened for {LIMIT_S:g} s: {self._words()}")
             if (count := sum(isinstance(fact, Answered) for fact in found)) > answers:
                 answers, row = count, 0
-            if self.killed.total() < self._kills and row < IN_A_ROW and now_s >= next_s and found[0] is not None:
-                row += self._kill(processes, broker, commands, found)
-                next_s = time.monotonic() + self._roll.uniform(0.0, 2.5)
-            time.sleep(0.2)
+            due = moments.due(sum(isinstance(fact, STEPS) for fact in found), now_s)
+            able = self.killed.total() < self._kills and row < IN_A_ROW
+            if due and able and self._kill(processes, broker, commands, found):
+                row += 1
+                moments.draw()
+            time.sleep(POLL_S)
         if processes.running["coordinator"].wait(timeout=60) != 0:
             raise LostError(f"the coordinator failed: {self._words()}")
         if "damaged" in (said := self._log.read_text(errors="replace")):

@@ -11,6 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from waiting import until
+
 MOSQUITTO = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
 LIMIT_S = 20.0
 
@@ -51,10 +53,7 @@ class Mosquitto:
         assert self._process is not None
         before = self.log().count("Reloading config")
         self._process.send_signal(signal.SIGHUP)
-        until = time.monotonic() + LIMIT_S
-        while self.log().count("Reloading config") == before:
-            assert time.monotonic() < until, "Mosquitto does not reload"
-            time.sleep(0.01)
+        until(lambda: self.log().count("Reloading config") > before, "Mosquitto reloads", LIMIT_S)
 
     def log(self) -> str:
         return (self.folder / "mosquitto.log").read_text()
@@ -69,8 +68,8 @@ class Mosquitto:
             self._process = subprocess.Popen(
                 [str(MOSQUITTO), "-c", str(self.folder / "mosquitto.conf")], stdout=log, stderr=log
             )
-        until = time.monotonic() + LIMIT_S
-        while time.monotonic() < until and self._process.poll() is None:
+        end_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < end_s and self._process.poll() is None:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return True

@@ -31,6 +31,11 @@ KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 BENCHES: Final = ("idle", "blobs", "costs", "stitch", "memory", "energy", "deadlines", "footprint", "sensors", "fedsq")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
+GRAPHS: Final = (  # tests of graphs that no board may run
+    "tests/fedquilt/test_graph_check.py",
+    "tests/edge_agent/test_onnx_engine.py",
+    "tests/edge_agent/task/test_hostile_graph.py",
+)
 ONNXRUNTIMES: Final = ("1.19.2", "1.23.2")  # that read any file a graph names: the oldest permitted, and JetPack 6's
 WITHOUT_TORCH: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is not None)"
 
@@ -157,14 +162,14 @@ def without_torch(version: str, find: Callable[[str], str | None] | None = None)
 
 
 def with_onnxruntime(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
-    """The check of graphs and the engine behind it, beside another version of ONNX Runtime."""
+    """The check of graphs, the engine behind it and a board's process, beside another version of ONNX Runtime."""
     return _apart(
         f"onnxruntime-{version}",
         f"the check of graphs beside ONNX Runtime {version}",
         (find or interpreter)(PYTHONS[0]),
         PYTHONS[0],
         (f"onnxruntime=={version}",),
-        (("-m", "pytest", "tests/fedquilt/test_graph_check.py", "tests/edge_agent/test_onnx_engine.py"),),
+        (("-m", "pytest", *GRAPHS),),
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ TABLE: dict[str, Any] = {
     "fleet": {"devices": 3, "boards": ["jetson-nano"], "budgets": ["256MB"]},
     "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
 }
-LIMIT_S = 120.0
 
 
 class Processes:
@@ -60,14 +57,6 @@ def facts(home: Path) -> list[AnyFact]:
         return []
     with Store(home) as store:
         return [fact for _, _, fact in store.facts(store.job("digits").id)] if store.jobs() else []
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll what only other processes can change."""
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 def answers(home: Path, round: int) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt.coordinator.admission import (
+    FLOODED,
     UNFINISHED,
     Answer,
     Appeared,
@@ -20,6 +22,7 @@ from fedquilt.coordinator.admission import (
     Examine,
     Examined,
     Fetch,
+    Flooded,
     Issue,
     Offered,
     Patience,
@@ -45,13 +48,13 @@ from fedquilt.coordinator.facts import (
     apply,
 )
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import BlobRef, Profile, Update, Usage, Work
+from fedquilt.core import BlobRef, Update, Usage, Work
 from fedquilt.wire import Claim
 
 JOB, OTHER = "j-1", "j-2"
 STATE = BlobRef(sha256="a" * 64, size=1)
 BLOB, DECODED = BlobRef(sha256="b" * 64, size=1 << 20), BlobRef(sha256="c" * 64, size=4 << 20)
-PROFILE = Profile(device="a", board="b", memory_bytes=2, budget_bytes=1, engines=("numpy",), versions={})
+PROFILE = plain.profile(engines=("numpy",))
 NOW_S = 7.0
 
 
@@ -93,6 +96,7 @@ CODES: tuple[str, ...] = get_args(next(field.type for field in msgspec.structs.f
 WAITED_FOR = ("asked", "asked again", "stopped")  # situations in which an update of "a" counts
 EVENTS: dict[str, Event] = {
     "appeared": Appeared("a"),
+    "flooded": Flooded("a"),
     "claimed": Claimed("a", claim()),
     "claimed another job": Claimed("a", claim(job=OTHER)),
     "claimed an old round": Claimed("a", claim(round=0)),
@@ -152,6 +156,18 @@ def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation: str) -
     asked = state is not None and state.phase == "open" and "a" in state.asked
     assert hear(situation, Appeared("a")) == Step({}, (), (Issue("a"),) if asked else ())
     assert hear(situation, Appeared("stranger")) == Step({})
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation: str) -> None:
+    """Its task is taken back, and its update is fetched no further; of a round that did not ask it nothing changes."""
+    state, arriving = SITUATIONS[situation], fetching(situation)
+    step = hear(situation, Flooded("a"), arriving)
+    if state is None or "a" not in state.asked:
+        assert step == Step(arriving)
+    else:
+        rest = {name: each for name, each in arriving.items() if name != "a"}
+        assert step == Step(rest, (Rejected(1, "a", FLOODED),), (Withdraw("a"),))
 
 
 # -- claims ---------------------------------------------------------------------------------------

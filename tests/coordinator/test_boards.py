@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt import wire
@@ -14,31 +15,18 @@ from fedquilt.coordinator.admission import Flooded
 from fedquilt.coordinator.boards import Board, Doing, Reading
 from fedquilt.coordinator.boards_link import DOUBT_S, LATER_S, SOON_S, TIDY_S, Boards
 from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage, Work
+from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
-PROFILE = Profile(
-    device="a",
+PROFILE = plain.profile(
     board="Orin",
-    memory_bytes=8,
-    budget_bytes=4,
     engines=("numpy",),
     versions={"fedquilt": "0.1.0"},
     labels=("site=lab",),
+    memory_bytes=8,
+    budget_bytes=4,
 )
-TASK = Task(
-    job="j",
-    round=3,
-    attempt=0,
-    method="fedavg",
-    engine="numpy",
-    actions=("work",),
-    params={},
-    bundles={},
-    work=Work(),
-    seed=0,
-    deadline_s=60.0,
-)
+TASK = plain.task(round=3)
 CLAIM = wire.Claim(job="j", round=3, attempt=0, accepted=True)
 
 
@@ -194,6 +182,33 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
     rows.close()
     assert finest[0] >= watched.now - 7200 - TIDY_S
     assert finest[1] <= 240 + TIDY_S / 30
+
+
+def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path) -> None:
+    """Means of watts and battery, the most, the hottest, the least free memory; and so it stays as finer ones go."""
+    with BoardStore(tmp_path, writes=True) as store:
+        store.write([Board("a")], [])
+        for tenth in range(5 * 3600 // 30):
+            i = tenth % 10
+            store.write([], [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10))])
+            if tenth % 7 == 0:
+                store.tidy(30.0 * tenth)
+        coarse = store.readings("a", 0, 86400)
+        assert [each.at for each in coarse] == list(range(0, 5 * 3600 - 300, 300))
+        assert {msgspec.structs.astuple(each)[1:] for each in coarse} == {(4.5, 10.0, 9.0, 91, 9, 0.45)}
+        hours = store.readings("a", 0, 20 * 86400)
+        assert [each.at for each in hours] == [0, 3600, 7200, 10800]
+        assert {(each.power_w, each.power_most_w, each.available_bytes) for each in hours} == {(4.5, 10.0, 91)}
+
+
+def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path: Path) -> None:
+    """Its readings go with it: a board that comes later may get its number."""
+    with BoardStore(tmp_path, writes=True) as store:
+        store.write([Board("a"), Board("b")], [("a", Reading(30, 1.0)), ("b", Reading(30, 2.0))])
+        store.forget({"b"})
+        store.write([Board("c")], [])
+        assert store.readings("c", 0, 60) == []
+        assert store.readings("a", 0, 60) == [Reading(30, 1.0)]
 
 
 def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None:

@@ -1,9 +1,10 @@
 """Sampling depends on the seed, the round and the device, and on what is given of costs and waiting."""
 
 import msgspec
+import plain
 
 from fedquilt.coordinator.cohort import joules_per_flop, places, sample
-from fedquilt.core import OperatingPoint, Profile
+from fedquilt.core import OperatingPoint
 
 FLEET = [f"dev-{i}" for i in range(20)]
 
@@ -78,9 +79,7 @@ def test_a_boards_joules_for_a_flop_are_its_thriftiest_points() -> None:
     """10 W at 5 FLOP/s is 2 J; 12 W at 8 is 1.5 J; a point without power, and a board without points, say nothing."""
     points = [OperatingPoint(name="slow", flops_per_s=5.0, busy_w=10.0)]
     points += [OperatingPoint(name="fast", flops_per_s=8.0, busy_w=12.0), OperatingPoint(name="?", flops_per_s=99.0)]
-    profile = Profile(
-        device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=tuple(points)
-    )
+    profile = plain.profile(points=tuple(points))
     assert joules_per_flop(profile) == 1.5
     assert joules_per_flop(msgspec.structs.replace(profile, points=())) is None
     assert joules_per_flop(None) is None

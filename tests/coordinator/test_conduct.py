@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedquilt.coordinator.conduct import (
     ASIDE_S,
     BURST_S,
+    BYTE_S,
     CALM_S,
     DROPPED_MOST,
     HASHED_BYTE_S,
@@ -83,3 +84,28 @@ def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back() -> N
     for number in range(2000):
         said(conduct, 1, later_s, f"d{number}")
     assert said(conduct, flood, later_s)["aside"] == 1
+
+
+def test_a_message_costs_by_its_bytes() -> None:
+    """As much as BURST_S of decoding at once: the next one has to wait."""
+    conduct = Conduct()
+    assert conduct.message("a", round(BURST_S / BYTE_S), 0.0) == "taken"
+    assert conduct.message("a", 0, 0.0) == "slowed"
+    assert conduct.message("a", 0, MESSAGE_S / RATE + 1) == "taken"
+
+
+def test_who_is_set_aside_stays_so_however_many_others_come() -> None:
+    """Its account is kept, though it has its time back and nothing was dropped for longer than CALM_S."""
+    conduct, later_s = Conduct(), 2 * CALM_S
+    assert BURST_S / RATE < later_s < ASIDE_S
+    assert said(conduct, round(BURST_S / MESSAGE_S) + DROPPED_MOST + 10, 0.0)["aside"] == 1
+    for number in range(2000):
+        said(conduct, 1, later_s, f"d{number}")
+    assert said(conduct, 1, later_s) == {"dropped": 1}
+
+
+def test_a_clock_that_is_set_back_costs_a_device_nothing() -> None:
+    """Time that did not pass is not charged."""
+    conduct = Conduct()
+    said(conduct, 1, 10 * BURST_S / RATE)
+    assert said(conduct, 10, 0.0) == {"taken": 10}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt.coordinator import deadline
 from fedquilt.coordinator.deadline import Ask, Fleet, Took, allowed_s, amount, expected_s, noted
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import OperatingPoint, Profile, Work
+from fedquilt.core import OperatingPoint, Work
 
 
 def cohort(policy: str = "predicted", **changes: float) -> Cohort:
@@ -70,13 +71,7 @@ def test_no_prediction_is_shorter_than_the_floor_or_longer_than_the_cohorts_dead
     assert allowed_s(cohort(deadline_s=4.0), ONE, asks({"a": 1e-6})) == 4.0
 
 
-FAST = Profile(
-    device="a",
-    board="b",
-    memory_bytes=1,
-    budget_bytes=1,
-    engines=(),
-    versions={},
+FAST = plain.profile(
     points=(
         OperatingPoint(name="slow", flops_per_s=1.0),
         OperatingPoint(name="fast", flops_per_s=2.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import plain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,9 @@ from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, key, reasons, told
 from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, Registry
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import Profile
 from fedquilt.wire import Presence, Telemetry
 
-PROFILE = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=("torch",), versions={})
+PROFILE = plain.profile(engines=("torch",))
 WANTS = Wants(("numpy", "torch"), Cohort(min_battery=0.2, max_temperature_c=70.0))
 
 
@@ -145,9 +145,7 @@ def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
     versions: dict[str, str], said: str | None
 ) -> None:
     """The code goes into the log; its sentence has package, versions and the beginnings of both contents' digests."""
-    board = Profile(
-        device="a", board="b", memory_bytes=1, budget_bytes=1, engines=("numpy",), versions=versions, codecs=("raw",)
-    )
+    board = plain.profile(engines=("numpy",), versions=versions, codecs=("raw",))
     wants = Wants(("numpy",), Cohort(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
     code = reasons({"a": Seen(True, board)}, wants).get("a")
     if said is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt import profiles
@@ -10,14 +11,12 @@ from fedquilt.coordinator import plausible
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, UpdateError, Usage, Work
 
-PROFILE = Profile(device="a", board="b", memory_bytes=2, budget_bytes=1, engines=("numpy",), versions={})
+PROFILE = plain.profile(engines=("numpy",))
 
 
 def of(*watts: float | None, idle_w: float | None = None) -> Profile:
     points = tuple(OperatingPoint(name=f"{i}", busy_w=each, flops_per_s=1e9) for i, each in enumerate(watts))
-    return Profile(
-        device="a", board="b", memory_bytes=2, budget_bytes=1, engines=(), versions={}, points=points, idle_w=idle_w
-    )
+    return plain.profile(points=points, idle_w=idle_w)
 
 
 def update(**usage: float) -> Update:
@@ -53,6 +52,8 @@ def test_what_an_honest_board_claims_stays_as_it_is() -> None:
     """Each claim just within its bound; the same object comes back."""
     ask, limit_s = Ask(Work(), of(60.0), 1000), plausible.time_s(10.0, 30.0, 1)
     assert limit_s == 120.0
+    assert plausible.time_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert plausible.time_s(200.0, 30.0, 3) == 460.0
     given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
     assert plausible.bounded(given, ask, limit_s) == (given, "")
     assert plausible.bounded(given, ask, limit_s)[0] is given

@@ -2,71 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import get_args
 
-import msgspec
+import plain
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from job_facts import after, begun, committed, update, whole_round
 from msgspec.structs import replace
 
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.facts import (
     Answered,
-    AnyFact,
     Asked,
     Closed,
-    Committed,
     Declined,
     Ended,
-    Extended,
-    Lost,
-    Plan,
     Rejected,
     Reopened,
     Resumed,
     Rounds,
-    Started,
-    Surveyed,
     apply,
 )
-from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s, survey
-from fedquilt.coordinator.settings import Cohort, Stop
-from fedquilt.coordinator.transitions import PHASES, TRANSITIONS, Phase, allowed
-from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, Update, Usage, Work
-
-BLOB = BlobRef(sha256="a" * 64, size=1)
-
-
-def update(device: str, round: int = 0) -> Update:
-    return Update(job="j-1", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
-
-
-def asking(flops: float) -> Ask:
-    return Ask(Work(flops=flops))
-
-
-def begun(rounds: int = 2, check_every: int = 0, **cohort: float | str) -> Rounds:
-    plan = Plan(0, rounds, msgspec.convert({"deadline_s": 10.0, **cohort}, Cohort), check_every)
-    return apply(Rounds(plan), Started(BLOB), 0.0)
-
-
-def after(state: Rounds, *facts: AnyFact, now_s: float = 0.0) -> Rounds:
-    for fact in facts:
-        state = apply(state, fact, now_s)
-    return state
-
-
-def committed(round: int, finished: bool = False) -> Committed:
-    return Committed(round, BLOB, finished, {})
-
-
-def whole_round(*devices: str, round: int = 0, asked: str = "") -> list[AnyFact]:
-    """The facts of a round in which these devices answered."""
-    answers = [Answered(round, update(device, round)) for device in devices]
-    return [Asked(round, 0, tuple(asked) or devices), *answers, Closed(round), committed(round)]
+from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s
+from fedquilt.core import JobError, Work
 
 
 def test_a_round_asks_everybody_online_when_no_size_is_given() -> None:
@@ -108,10 +65,7 @@ def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(
 
 
 def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> Ask:
-    profile = Profile(
-        device="a", board="b", memory_bytes=1, budget_bytes=budget_bytes, engines=(), versions={}, points=()
-    )
-    return Ask(Work(peak_bytes=peak_bytes, flops=flops), profile)
+    return Ask(Work(peak_bytes=peak_bytes, flops=flops), plain.profile(budget_bytes=budget_bytes))
 
 
 def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed() -> None:
@@ -327,65 +281,6 @@ def test_facts_of_another_round_are_refused() -> None:
             apply(state, fact, 5.0)
 
 
-FACTS: tuple[AnyFact, ...] = (
-    Started(BLOB),
-    Surveyed(0),
-    Asked(0, 0, ("a",)),
-    Declined(0, "a", "x", "y"),
-    Answered(0, update("a")),
-    Rejected(0, "a", "x"),
-    Lost(0, "a", "x"),
-    Closed(0),
-    Extended(0),
-    Reopened(0, 1),
-    committed(0),
-    Ended("done"),
-    Ended("failed"),
-    Ended("stopped"),
-    Resumed(),
-)
-
-
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: getattr(fact, "status", type(fact).__name__))
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyFact, phase: Phase) -> None:
-    """Every fact in every phase: a Closed never brings a job that has ended back to life."""
-    state = replace(begun(), phase=phase)
-    to = [p for p in allowed(type(fact).__name__, phase) if getattr(fact, "status", p) == p]
-    if to:
-        assert apply(state, fact, 1.0).phase in to
-    else:
-        with pytest.raises(JobError, match=f"{type(fact).__name__} in round 0 cannot happen to a job that is {phase}"):
-            apply(state, fact, 1.0)
-
-
-def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
-    """A fact without its row would be refused everywhere."""
-    assert (
-        TRANSITIONS.keys() == {type(fact).__name__ for fact in FACTS} == {kind.__name__ for kind in get_args(AnyFact)}
-    )
-    assert not any("done" in moves for moves in TRANSITIONS.values())
-
-
-def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
-    """Also if the round was closed already; the other answers stay."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), *(Answered(0, update(name)) for name in "ab"), Closed(0))
-    state = after(state, Lost(0, "b", "its blob is damaged"))
-    assert (state.phase, state.asked, set(state.answered), state.lost) == ("open", {"b"}, {"a"}, {"b"})
-    assert decide(state, 1.0, {"a", "b"}) is None
-    state = after(state, Answered(0, update("b")))
-    assert decide(state, 1.0, {"a", "b"}) == Closed(0)
-    assert after(state, Closed(0), committed(0)).lost == frozenset()
-
-
-def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed() -> None:
-    """Earlier coordinators took what came in the same turn as the stop; the work counts once the job is resumed."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Ended("stopped"), Answered(0, update("a")))
-    assert state.phase == "stopped"
-    state = after(state, Resumed(), Answered(0, update("b")))
-    assert decide(state, 1.0, {"a", "b"}) == Closed(0)
-
-
 def test_the_job_ends_after_its_last_round() -> None:
     """Two rounds, then done."""
     state = begun(rounds=2)
@@ -424,316 +319,9 @@ def test_a_stopped_job_decides_nothing_until_it_is_resumed() -> None:
     assert decide(after(state, Answered(0, update("b"))), 102.0, set("ab")) == Closed(0)
 
 
-def paced(**cohort: float | str) -> Rounds:
-    """After a round in which a and b took 40 s and 60 s for 2 units of work."""
-    state = begun(rounds=9, size=2, deadline_s=600.0, deadline="predicted", **cohort)
-    state = after(state, Asked(0, 0, ("a", "b"), {"a": 2.0, "b": 2.0}))
-    for device, at_s in (("a", 40.0), ("b", 60.0)):
-        state = after(state, state.answered_by(update(device), at_s), now_s=at_s)
-    return after(state, Closed(0), committed(0), now_s=60.0)
-
-
-def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them() -> None:
-    """Half the work of the round before, whose slowest took 60 s, and half as much again: 45 s of 600."""
-    fact = decide(paced(), 60.0, {"a", "b"}, lambda device: asking(1.0))
-    assert fact == Asked(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
-    state = after(paced(), fact, now_s=60.0)
-    assert next_s(state) == 105.0
-    assert state.deadline_left_s(70.0) == 35.0
-
-
-def test_the_first_round_has_the_cohorts_deadline() -> None:
-    """Nothing is known yet; and a deadline that is fixed stays what it is."""
-    assert decide(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == Asked(
-        0, 0, ("a",), {"a": 1.0}
-    )
-    state = paced()
-    state = replace(
-        state, plan=replace(state.plan, cohort=msgspec.structs.replace(state.plan.cohort, deadline="fixed"))
-    )
-    fact = decide(state, 60.0, {"a", "b"})
-    assert fact == Asked(1, 0, ("a", "b"))
-    assert next_s(after(state, fact, now_s=60.0)) == 660.0
-
-
-def test_a_prediction_with_a_quorum_ends_the_round() -> None:
-    """Half of two have answered after 45 s."""
-    state = after(paced(quorum=0.5), Asked(1, 0, ("a", "b"), {}, 45.0), Answered(1, update("a", 1)), now_s=60.0)
-    assert decide(state, 104.0, {"a", "b"}) is None
-    assert decide(state, 105.0, {"a", "b"}) == Closed(1)
-
-
-def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody() -> None:
-    """The round goes on with those who are at it, and ends with the first quorum."""
-    state = after(paced(quorum=0.5, attempts=1), Asked(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
-    assert decide(state, 105.0, {"a", "b"}) == Extended(1)
-    state = after(state, Extended(1), now_s=105.0)
-    assert state.asked == {"a", "b"}
-    assert decide(state, 106.0, {"a", "b"}) is None
-    answered = after(state, Answered(1, update("b", 1)), now_s=300.0)
-    assert decide(answered, 300.0, {"a", "b"}) == Closed(1)
-    following = after(answered, Closed(1), committed(1), Asked(2, 0, ("a", "b")), Answered(2, update("a", 2)))
-    assert decide(following, 1.0, {"a", "b"}) is None
-    assert next_s(state) == 660.0  # no later than with a fixed deadline
-    fact = decide(state, 660.0, {"a", "b"})
-    assert isinstance(fact, Ended)
-
-
-def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadline() -> None:
-    """All who were asked have answered, and one more is wanted: its absence says nothing of how long work takes."""
-    state = after(paced(attempts=1), Asked(1, 0, ("a",), {}, 45.0), Answered(1, update("a", 1)), now_s=60.0)
-    assert decide(state, 105.0, {"a"}) == Extended(1)
-    state = after(state, Extended(1), now_s=105.0)
-    assert next_s(state) == 660.0
-    assert decide(state, 300.0, {"a", "c"}) == Asked(1, 0, ("c",))
-
-
-def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
-    """Ten seconds for others to come, then the next attempt."""
-    state = after(paced(), Asked(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
-    state = after(state, Declined(1, "a", "memory", "too big"), Declined(1, "b", "memory", "too big"))
-    assert next_s(state) == 70.0
-    assert decide(state, 70.0, {"a", "b"}) == Reopened(1, 1)
-
-
-def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
-    """That it was extended once does not make the next attempt end with the first quorum."""
-    state = after(paced(quorum=0.5), Asked(1, 0, ("a", "b"), {}, 45.0), Extended(1), now_s=60.0)
-    again = after(state, Reopened(1, 1), Asked(1, 1, ("a", "b")), Answered(1, update("a", 1)), now_s=660.0)
-    assert decide(again, 661.0, {"a", "b"}) is None
-    resumed = after(state, Ended("stopped"), Resumed(), Answered(1, update("a", 1)), now_s=700.0)
-    assert decide(resumed, 701.0, {"a", "b"}) is None
-    assert next_s(resumed) == 1300.0
-
-
-def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart() -> None:
-    """A coordinator that was away cannot tell, and takes the device's own time; the log keeps what was told."""
-    state = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
-    assert state.answered_by(update("a"), 130.0).took_s == 30.0
-    restarted = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
-    slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0))
-    assert restarted.answered_by(slow, 6.0).took_s == 28.0
-    replayed = after(state, Answered(0, update("a"), 30.0), now_s=9999.0)
-    assert replayed.took == {"a": ((0, 30.0, 2.0, 0.0, None, 1),)}
-
-
-def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:
-    """c takes the place of a, with 4 units; a round later nothing is said of its work."""
-    state = after(paced(), Asked(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), Declined(1, "a", "x", "y"))
-    fact = decide(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
-    assert fact == Asked(1, 0, ("c",), {"c": 4.0})
-    state = after(state, fact, Answered(1, update("c", 1), 20.0), Answered(1, update("b", 1), 9.0), Closed(1))
-    assert state.deadline_s == 45.0
-    state = after(state, committed(1), Asked(2, 0, ("b", "c")), Answered(2, update("c", 2), 30.0))
-    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1), (2, 30.0, 1.0, 0.0, None, 1))
-
-
-def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:
-    """40 s were taken; the next round is given 60 s."""
-    state = after(begun(deadline_s=600.0, deadline="predicted"), Asked(0, 0, ("a",)))
-    state = after(state, Answered(0, update("a"), 40.0), Closed(0), committed(0))
-    assert decide(state, 0.0, {"a"}) == Asked(1, 0, ("a",), {}, 60.0)
-
-
-def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
-    """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
-    state = begun()
-    first = survey(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
-    assert first == Surveyed(0, ("a", "b"), {"hot": ("c",)}, {"a": 2.0})
-    state = after(state, first)
-    assert survey(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0}) is None
-    second = survey(state, {"a", "c"}, {}, {"a": 3.0})
-    assert second == Surveyed(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
-    state = after(state, second)
-    assert (state.eligible, state.passed, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
-    assert after(state, Surveyed(0, ("b",))).eligible == {"a", "b", "c"}
-
-
-def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes_between() -> None:
-    """Being offline for a while does not send it to the back of the queue."""
-    state = replace(after(begun(), Surveyed(0, ("a",), {"hot": ("b",)})), round=5)
-    state = replace(after(state, Surveyed(5, ("b",), {"offline": ("a",)})), round=7)
-    state = after(state, Surveyed(7, ("a",)))
-    assert state.since == {"a": 0, "b": 0}
-    assert after(state, Asked(7, 0, ("a",))).since == {"a": 7, "b": 0}
-
-
-def test_the_choice_rests_on_what_is_in_the_log() -> None:
-    """Of two, the one that has not been asked for three turns of two rounds is asked, however the draw falls."""
-    for round in range(20, 40):
-        state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
-        assert decide(state, 0.0, {"a", "b"}) == Asked(round, 0, ("b",))
-
-
-def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
-    """Not in the middle of one; the reason says which limit."""
-    plan = replace(begun(rounds=9, size=1, check_every=1).plan, stop=Stop(max_joules=5.0))
-    state = after(Rounds(plan), Started(BLOB), Asked(0, 0, ("a",)))
-    answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
-    state = after(state, Answered(0, answer))
-    assert decide(state, 1.0, {"a"}) == Closed(0)
-    state = after(state, Closed(0), committed(0))
-    assert decide(state, 1.0, {"a"}) == Ended("done", "max_joules: 6 J of 5 J are used up")
-
-
-def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
-    """30 s and 40 s; a replay at another time gives the same sum."""
-    plan = replace(begun(rounds=9, size=1).plan, stop=Stop(max_wall_s=70.0))
-    facts: list[AnyFact] = [Started(BLOB)]
-    for round, took_s in ((0, 30.0), (1, 40.0)):
-        *before, _ = whole_round("a", round=round)
-        facts += [*before, Committed(round, BLOB, False, {}, (), took_s)]
-    state = after(Rounds(plan), *facts[:5], now_s=5.0)
-    assert isinstance(decide(state, 5.0, {"a"}), Asked)
-    assert after(Rounds(plan), *facts, now_s=5.0).spent == after(Rounds(plan), *facts, now_s=777.0).spent
-    assert decide(after(state, *facts[5:]), 5.0, {"a"}) == Ended("done", "max_wall_s: 70 s of 70 s are used up")
-
-
-def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held() -> None:
-    """100 operations at 1 a second; the log keeps the seconds, not the profile."""
-    points = (OperatingPoint(name="slow", flops_per_s=1.0), OperatingPoint(name="fast", flops_per_s=2.0))
-    profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
-    state = after(begun(deadline="predicted"), Asked(0, 0, ("a",)))
-    held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
-    fact = state.answered_by(held, 120.0, Ask(Work(flops=100.0), profile))
-    assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
-    assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1),)}
-
-
-def test_facts_of_an_older_log_are_still_read() -> None:
-    """Without work, deadline and times."""
-    old = b'[{"type":"Asked","round":0,"attempt":0,"devices":["a"]},{"type":"Extended","round":0}]'
-    assert msgspec.json.decode(old, type=list[AnyFact]) == [Asked(0, 0, ("a",)), Extended(0)]
-
-
 def test_nothing_is_due_while_no_round_is_open() -> None:
     """Time alone changes nothing before a task is out."""
     assert next_s(begun()) == math.inf
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 2**32),
-    st.integers(1, 4),
-    st.floats(0, 1),
-    st.sampled_from([0.25, 0.5, 1.0]),
-    st.sampled_from(["fixed", "predicted", "paper"]),
-)
-def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
-    seed: int, size: int, over: float, quorum: float, policy: str
-) -> None:
-    """Whatever happens: the log is the state, no round goes back, none is folded twice, no device counts twice."""
-    import random
-
-    roll = random.Random(seed)
-    state = first = begun(
-        rounds=5, size=size, over_select=over, quorum=quorum, attempts=100, deadline=policy, deadline_s=30.0
-    )
-    facts: list[AnyFact] = []
-    now = itertools.count()
-    closed: list[int] = []
-    for _ in range(400):
-        now_s = float(next(now))
-        online = {device for device in "abcdef" if roll.random() < 0.8}
-        fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
-        if isinstance(fact, Asked):
-            passed = dict.fromkeys(set("abcdef") - online, "offline")
-            seen = survey(state, online, passed, {"a": 2.0, "b": roll.choice([1.0, 9.0])})
-            if seen is not None:
-                state = apply(state, seen, now_s)
-                facts.append(seen)
-                fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
-        if fact is None and state.phase == "closing":
-            closed.append(state.round)
-            fact = committed(state.round)
-        elif fact is None and state.asked:
-            device = roll.choice(sorted(state.asked))
-            fact = roll.choice(
-                [state.answered_by(update(device, state.round), now_s), Declined(state.round, device, "x", "y")]
-            )
-        if fact is None:
-            continue
-        before, state = state, apply(state, fact, now_s)
-        facts.append(fact)
-        assert state.round >= before.round
-        assert not state.asked & state.answered.keys()
-        if state.phase == "done":
-            break
-    assert state.phase == "done"
-    assert closed == [0, 1, 2, 3, 4]
-    replayed = after(first, *facts, now_s=state.opened_s)
-    assert (replayed.history, replayed.took) == (state.history, state.took)
-    assert (replayed.since, replayed.passed, replayed.spent) == (state.since, state.passed, state.spent)
-    assert (replayed.round, replayed.phase, replayed.state) == (state.round, state.phase, state.state)
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(b'{"type":"Nonsense"}', type=AnyFact)
-
-
-# -- rounds that gather what an evaluation needs --------------------------------------------------
-
-
-def played(state: Rounds, online: set[str], most: int = 30) -> list[tuple[int, bool, tuple[str, ...], int]]:
-    """(round, whether it settles, what is asked, how many are asked) of every round, until the job ends."""
-    found = []
-    for _ in range(most):
-        fact = decide(state, 0.0, online)
-        if isinstance(fact, Ended):
-            return found
-        assert isinstance(fact, Asked)
-        found.append((state.round, state.settling, state.actions, len(fact.devices)))
-        answers = [Answered(state.round, update(device, state.round)) for device in fact.devices]
-        state = after(state, fact, *answers, Closed(state.round))
-        state = after(state, Committed(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
-    raise AssertionError("the job does not end")
-
-
-@pytest.mark.parametrize(
-    ("check_every", "wanted"),
-    [
-        (0, [(0, False, ("work",), 2), (1, False, ("work",), 2), (2, True, ("work",), 5)]),
-        (
-            1,
-            [
-                (0, False, ("check", "work"), 2),
-                (1, True, ("work",), 5),
-                (2, False, ("check", "work"), 2),
-                (3, True, ("work",), 5),
-                (4, False, ("check",), 2),
-            ],
-        ),
-    ],
-)
-def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the_end(
-    check_every: int, wanted: list[tuple[int, bool, tuple[str, ...], int]]
-) -> None:
-    """Two rounds of two devices of five; all five are asked in the others. Without `settles` there is none."""
-    plan = Plan(0, 2, msgspec.convert({"size": 2}, Cohort), check_every)
-    online = {f"dev-{index}" for index in range(5)}
-    assert played(apply(Rounds(plan), Started(BLOB, settles=True), 0.0), online) == wanted
-    plain = played(apply(Rounds(plan), Started(BLOB), 0.0), online)
-    assert [each[1:] for each in plain] == [each[1:] for each in wanted if not each[1]]
-
-
-def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends() -> None:
-    """[stop] is reached after the first round of five."""
-    plan = Plan(0, 5, Cohort(), 0, Stop(max_wall_s=0.5))
-    found = played(apply(Rounds(plan), Started(BLOB, settles=True), 0.0), {"a"})
-    assert [(number, settles) for number, settles, _, _ in found] == [(0, False), (1, True)]
-
-
-def test_at_its_deadline_such_a_round_wants_no_more_than_another() -> None:
-    """Ten devices, a size of two: five that are silent do not end the job."""
-    plan = Plan(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, Cohort), 0)
-    state = after(apply(Rounds(plan), Started(BLOB, settles=True), 0.0), Asked(0, 0, ("a", "b")))
-    state = after(state, *[Answered(0, update(device)) for device in "ab"], Closed(0), Committed(0, BLOB, False, {}))
-    assert state.settling
-    online = set("abcdefghij")
-    fact = decide(state, 0.0, online)
-    assert isinstance(fact, Asked)
-    assert set(fact.devices) == online
-    state = after(state, fact, *[Answered(1, update(device, 1)) for device in "abcde"])
-    assert decide(state, 5.0, online) is None
-    assert decide(state, 11.0, online) == Closed(1)
 
 
 def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:

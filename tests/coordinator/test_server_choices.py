@@ -14,7 +14,7 @@ from fedquilt.coordinator.facts import (
     Surveyed,
 )
 from fedquilt.coordinator.views import log, why
-from fedquilt.core import OperatingPoint, Profile, Usage
+from fedquilt.core import Profile, Usage
 
 
 def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
@@ -96,18 +96,7 @@ def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_p
     """What the choice rests on is in the log, to three digits."""
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
     for name, watts in (("a", 1000.0), ("b", 1.23456)):
-        hand = stage.hand(name)
-        point = OperatingPoint(name="p", flops_per_s=1.0, busy_w=watts)
-        profile = Profile(
-            device=name,
-            board="hand",
-            memory_bytes=1 << 30,
-            budget_bytes=1 << 29,
-            engines=("numpy",),
-            versions={},
-            points=(point,),
-        )
-        hand.say("profile", profile, retain=True)
+        stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)
     stage.play()
     assert stage.told(Surveyed)[-1].costs == {"a": 1000.0, "b": 1.23}
     assert stage.told(Asked)[0].devices == ("b",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from by_hand import MODEL, TABLE, Stage, ones
+from by_hand import MODEL, TABLE, Hand, Stage, ones
 
 from fedquilt import bundle, tensors, wire
 from fedquilt.coordinator import settings, turns
@@ -15,12 +15,18 @@ from fedquilt.coordinator.facts import (
 )
 
 
-def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
-    """`fedquilt stop`, then `fedquilt resume`."""
+def half_answered(stage: Stage) -> tuple[Hand, Hand]:
+    """Two boards: the first has answered in its round, and the second works."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
     stage.play()
+    return a, b
+
+
+def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
+    """`fedquilt stop`, then `fedquilt resume`."""
+    _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     assert stage.store.status(stage.job) == "stopped"
@@ -36,10 +42,7 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stag
 
 def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage: Stage) -> None:
     """It is neither taken nor refused: the device keeps it in its outbox."""
-    a, b = stage.hand("a"), stage.hand("b")
-    stage.play()
-    a.answer(ones())
-    stage.play()
+    _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     update = b.answer(ones())

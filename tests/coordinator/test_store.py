@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from stored_job import JOB
 
-from fedquilt.coordinator import settings
 from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Started, Surveyed
-from fedquilt.coordinator.store import Row, Store, Unreadable
-from fedquilt.coordinator.store_rows import DamagedRunError
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started
+from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.store_tables import VERSION
-from fedquilt.coordinator.views import log, scores
+from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[[], Store]]:
-    """Opens stores on one folder, as so many processes would; all are closed at the end."""
-    with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(Store(tmp_path))
-
-
-JOB = settings.parse({"name": "digits", "method": "fedavg"})
 
 
 def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
@@ -129,13 +117,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         Store(tmp_path / "home")
 
 
-def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
-    """Garbage in place of SQLite."""
-    (tmp_path / "fedquilt.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(StoreError, match="is damaged"):
-        Store(tmp_path)
-
-
 def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Store]) -> None:
     """So that nobody waits for one that is gone."""
     holder, asker = opened(), opened()
@@ -155,67 +136,6 @@ def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened
     assert store.unfinished(JOB, tmp_path / "other") is None
     store.set_status(run, "done")
     assert store.unfinished(JOB, tmp_path / "bundle") is None
-
-
-def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """Whoever asks for it is told why it cannot be read; the others are there as ever."""
-    store = opened()
-    run, other = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
-    with store._writing():
-        store._rows.change(run, settings="{}")
-    with pytest.raises(StoreError, match=f"{run} was made by another version"):
-        store.job(run)
-    assert [row.id for row in store.jobs()] == [other]
-    assert store.job("digits").id == other
-    odd, fine = store.all_jobs()
-    assert isinstance(odd, Unreadable)
-    assert isinstance(fine, Row)
-    rows = [log.summary(row, store) for row in store.all_jobs()]
-    assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in log.lines(rows)[0]
-
-
-BLOB = BlobRef(sha256="a" * 64, size=3)
-
-
-@pytest.mark.parametrize(
-    ("fact", "said"),
-    [
-        (Committed(0, BLOB, False, {"loss": math.inf}), "cannot be kept: .*float"),
-        (Committed(0, BLOB, False, {}, (), math.nan), "cannot be kept: .*float"),
-        (Surveyed(0, (), {}, {"a": math.inf}), "cannot be kept: .*float"),
-        (Asked(0, 0, ("a",), {}, math.inf), "holds a number that is not finite"),  # it would come back as None
-        (Ended("failed", "no file \udcff"), "cannot be kept: .*surrogates"),
-    ],
-)
-def test_what_could_not_be_read_back_is_never_written(
-    tmp_path: Path, opened: Callable[[], Store], fact: AnyFact, said: str
-) -> None:
-    """The job is told, and its log is as it was."""
-    store = opened()
-    run = store.add(JOB, tmp_path)
-    store.append(run, Started(BLOB))
-    with pytest.raises(JobError, match=said):
-        store.append(run, fact)
-    assert [fact for _, _, fact in store.facts(run)] == [Started(BLOB)]
-
-
-def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """As an earlier version wrote it, or a failing disk: the others list, and what they need is known."""
-    store = opened()
-    runs = [store.add(JOB, tmp_path) for _ in range(3)]
-    for run, letter in zip(runs, "abc", strict=True):
-        store.append(run, Started(BlobRef(sha256=letter * 64, size=3)))
-    null = b'{"type":"Committed","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
-    for run, body in ((runs[0], (null % (b"d" * 64)).decode()), (runs[1], '{"type":"Comm')):
-        with store._writing():
-            store._rows.append([(run, 0.0, body)])
-    rows = [log.summary(row, store) for row in store.all_jobs()]
-    assert [row["problem"] is None for row in rows] == [False, False, True]
-    assert [row["rounds"] for row in rows] == [None, None, 0]
-    assert "cannot be read by this version" in log.lines(rows)[0]
-    assert store.states() == {"d" * 64, "b" * 64, "c" * 64}
-    assert store.held() == store.states()
 
 
 OLD_SCHEMA = """
@@ -302,171 +222,6 @@ def test_facts_are_on_disk_before_they_are_acted_on(opened: Callable[[], Store])
     store = opened()
     assert store._db.execute("pragma synchronous").fetchone() == (2,)
     assert store._db.execute("pragma journal_mode").fetchone() == ("wal",)
-
-
-def flipped(home: Path, find: bytes) -> None:
-    """Flip the lowest bit of the last byte of a text in the database, wherever it is in its files."""
-    for name in ("fedquilt.db", "fedquilt.db-wal"):
-        path = home / name
-        payload = path.read_bytes() if path.exists() else b""
-        if find in payload:
-            at = payload.rindex(find) + len(find) - 1
-            path.write_bytes(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
-            return
-    raise AssertionError(f"{find!r} is nowhere in {home}")
-
-
-def three_runs(home: Path) -> list[str]:
-    """Three runs with two facts each, in a home that is closed."""
-    with Store(home) as store:
-        runs = [store.add(JOB, home / "bundle") for _ in range(3)]
-        for run in runs:
-            store.append(run, Started(BLOB))
-            store.append(run, Ended("stopped", f"reason of {run}"))
-    return runs
-
-
-def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """One bit of a text that can be read all the same; nothing is added to such a log, and its blobs are kept."""
-    runs = three_runs(tmp_path)
-    flipped(tmp_path, f"reason of {runs[1]}".encode())
-    store = opened()
-    assert [len(list(store.facts(run))) for run in (runs[0], runs[2])] == [2, 2]
-    with pytest.raises(DamagedRunError, match=rf"the log of {runs[1]} in .* is damaged: fact 4, .* put back a copy"):
-        list(store.facts(runs[1]))
-    assert [log.summary(row, store)["problem"] is None for row in store.all_jobs()] == [True, False, True]
-    assert store.unsound() == [runs[1]]
-    assert store.end(runs[1], Ended("failed")) == "failed"
-    assert (store.status(runs[1]), store.unsound()) == ("failed", [runs[1]])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("delete from facts where seq = 3", "fact 4, or the one before it"),
-        ("delete from facts where seq = 4", "its last facts are missing"),
-        ("update facts set seq = 100 where seq = 3", "fact 4, or the one before it"),
-        ("update facts set at = at + 1 where seq = 4", "fact 4, or the one before it"),
-        ("insert into facts (job, at, body, sum) select job, at, body, sum from facts where seq = 4", "fact 7"),
-        ("update facts set job = (select job from facts where seq = 1) where seq = 4", "its last facts are missing"),
-    ],
-)
-def test_a_lost_moved_or_added_fact_is_found(
-    tmp_path: Path, opened: Callable[[], Store], change: str, said: str
-) -> None:
-    """Each fact's checksum covers the one before it, and the run's row has that of the last one."""
-    runs = three_runs(tmp_path)
-    store = opened()
-    store._db.execute(change)
-    with pytest.raises(DamagedRunError, match=said):
-        list(store.facts(runs[1]))
-    with pytest.raises(DamagedRunError, match=said):
-        list(opened().facts(runs[1], after=3))
-    assert len(list(store.facts(runs[2]))) == 2
-
-
-@pytest.mark.parametrize("text", ["/bundle", "stopped", "digits-"])
-def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
-    tmp_path: Path, opened: Callable[[], Store], text: str
-) -> None:
-    """Its bundle, its status or its id; nobody writes to it, as that would give it a checksum that fits."""
-    runs = three_runs(tmp_path)
-    store = opened()
-    column = {"/bundle": "bundle", "stopped": "status", "digits-": "id"}[text]
-    store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
-    found = store.all_jobs()
-    assert [isinstance(row, Row) for row in found] == [True, False, True]
-    assert "its row in the list of runs is not what was written" in found[1].reason  # type: ignore[union-attr]
-    if column != "id":
-        with pytest.raises(StoreError, match="is damaged"):
-            store.set_status(runs[1], "running")
-        assert store.status(runs[1]) == "damaged"
-
-
-def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """SQLite gives back bytes that are no UTF-8."""
-    runs = three_runs(tmp_path)
-    store = opened()
-    store._db.execute("update jobs set settings = cast(x'7bff' as text) where id = ?", (runs[0],))
-    store._db.execute("update facts set body = cast(x'7bff' as text) where job = ?", (runs[1],))
-    rows = [log.summary(row, store) for row in opened().all_jobs()]
-    assert [row["problem"] is None for row in rows] == [False, False, True]
-    assert "is damaged" in log.lines(rows)[0]
-
-
-def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """It must not fall behind: devices would take the coordinator's tasks for old messages."""
-    store = opened()
-    run = store.add(JOB, tmp_path)
-    for _ in range(3):
-        store.next_epoch()
-    store.begin(run)
-    store._db.execute("update counters set value = 0")
-    assert opened().next_epoch() == 4
-    assert store.next_epoch(above=9) == 10
-
-
-def test_an_index_that_is_wrong_is_made_anew(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """By it, facts would seem to be missing."""
-    (run, *_) = three_runs(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db", isolation_level=None)) as db:
-        db.execute("pragma writable_schema = on")
-        db.execute("update sqlite_master set sql = sql || ' where seq > 1' where name = 'facts_by_job'")
-        db.execute("pragma writable_schema = reset")
-        db.execute("reindex")
-        db.execute("pragma writable_schema = on")
-        db.execute("update sqlite_master set sql = replace(sql, ' where seq > 1', '') where name = 'facts_by_job'")
-        db.execute("pragma writable_schema = reset")
-    store = opened()
-    assert store.damage == ""
-    assert len(list(store.facts(run))) == 2
-
-
-def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
-    tmp_path: Path, opened: Callable[[], Store]
-) -> None:
-    """Runs that are sound can be read, and exported; a coordinator refuses the home, by name and with the mend."""
-    runs = three_runs(tmp_path)
-    path = tmp_path / "fedquilt.db"
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        (page,) = db.execute("select rootpage from sqlite_master where name = 'counters'").fetchone()
-        (size,) = db.execute("pragma page_size").fetchone()
-    payload = bytearray(path.read_bytes())
-    payload[(page - 1) * size + 3] ^= 0xFF  # number of cells in the page
-    path.write_bytes(payload)
-    store = opened()
-    assert re.fullmatch(r"[^*\n]{5,400}", store.damage), store.damage  # one sentence of SQLite's many lines
-    assert [len(list(store.facts(run))) for run in runs] == [2, 2, 2]
-    for write in (lambda: store.set_status(runs[0], "done"), store.lock, store.next_epoch):
-        with pytest.raises(StoreError, match=r"fedquilt.db is damaged .* put back a copy of the whole home"):
-            write()
-
-
-@pytest.mark.parametrize("damage", ["cut", "no database"])
-def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(
-    tmp_path: Path, opened: Callable[[], Store], damage: str
-) -> None:
-    """It is not taken for a full disk or a folder of somebody else's."""
-    three_runs(tmp_path)
-    path = tmp_path / "fedquilt.db"
-    payload = path.read_bytes()
-    path.write_bytes(payload[: len(payload) // 3] if damage == "cut" else b"x" * len(payload))
-    with pytest.raises(StoreError, match=r"fedquilt.db is damaged \(.*put back a copy of the whole home$"):
-        opened()
-
-
-def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """As version 1 of the tables wrote it: what is there is taken for right."""
-    runs = three_runs(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db")) as db:
-        for table, column in (("facts", "sum"), ("jobs", "sum"), ("jobs", "head"), ("counters", "sum")):
-            db.execute(f"alter table {table} drop column {column}")
-        db.execute("pragma user_version = 1")
-    store = opened()
-    assert [len(list(store.facts(run))) for run in runs] == [2, 2, 2]
-    assert store.unsound() == []
-    store.append(runs[0], Ended("failed"))
-    assert len(list(opened().facts(runs[0]))) == 3
 
 
 def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(

@@ -6,14 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from stored_job import JOB
 
-from fedquilt.coordinator import settings, write_ahead
+from fedquilt.coordinator import write_ahead
 from fedquilt.coordinator.facts import Asked, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.disk import REAL
-
-JOB = settings.parse({"name": "digits", "method": "fedavg"})
 
 
 def killed(folder: Path) -> tuple[Path, str]:

@@ -6,12 +6,12 @@ import json
 import re
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import until
 
 from fedquilt import config, methods
 from fedquilt.core import Method
@@ -107,9 +107,6 @@ def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder: Path)
         meter = devices.meter({"name": "wall_plug:WallPlug", "host": f"127.0.0.1:{server.server_port}"})
         assert meter.read(0.0).total_w is None
         Tasmota.may.set()
-        end = time.monotonic() + LIMIT_S
-        while (power := meter.read(0.0)).total_w is None:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        power = until(lambda: (now := meter.read(0.0)).total_w is not None and now, "the plug's watts")
         assert (power.total_w, power.source) == (42.5, "wall plug")
         server.shutdown()

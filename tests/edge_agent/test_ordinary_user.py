@@ -8,12 +8,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ordinary import Served, User
+from waiting import until
 
 from fedquilt import cli, tensors
 from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, Work
@@ -67,15 +69,13 @@ def order(home: Path, examples: Path, budget_bytes: int = 1 << 30) -> Order:
 
 def carried_out(given: Order) -> Outcome:
     worker = ChildWorker(60.0)
+
+    def outcomes() -> Iterator[Outcome]:
+        return (event for event in worker.poll(time.monotonic()) if isinstance(event, Outcome))
+
     try:
         worker.start(given, 0.0)
-        end = time.monotonic() + LIMIT_S
-        while time.monotonic() < end:
-            for event in worker.poll(time.monotonic()):
-                if isinstance(event, Outcome):
-                    return event
-            time.sleep(0.01)
-        raise TimeoutError("the task's process does not answer")
+        return until(lambda: next(outcomes(), None), "an answer of the task's process", LIMIT_S)
     finally:
         worker.close()
 

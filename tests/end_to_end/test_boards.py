@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from ordinary import Served, User
 
 from fedquilt import bundle, config, profiles, tensors, wire
@@ -109,12 +109,14 @@ def site(user: User, embedded_broker: EmbeddedBroker) -> Iterator[Site]:
 
 
 def until(site: Site, condition: Callable[[], bool], what: str) -> None:
-    """Poll what only other processes can change; agents that have ended change nothing any more."""
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        site.all_run()
-        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}; {site.log.read_text()[-3000:]}"
-        time.sleep(0.02)
+    """Wait while all agents run; agents that have ended change nothing any more."""
+
+    def holds() -> bool:
+        if not (held := condition()):
+            site.all_run()
+        return held
+
+    waiting.until(holds, what, LIMIT_S, told=lambda: site.log.read_text()[-3000:])
 
 
 def answered(home: Path, round: int) -> set[str]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import LIMIT_S, Processes, answers, facts, make_job, until
+from processes import Processes, answers, facts, make_job
+from waiting import LIMIT_S, until
 
 from fedquilt import config
 from fedquilt.coordinator.facts import Answered, Committed, Declined, Ended

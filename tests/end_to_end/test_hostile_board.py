@@ -9,7 +9,7 @@ from typing import Any
 
 import hostile_board
 from hostile_board import ATTACKS, LIAR
-from processes import LIMIT_S, until
+from waiting import LIMIT_S, until
 
 from fedquilt.coordinator.facts import Answered, Committed, Ended, Rejected
 from fedquilt.coordinator.store import Store

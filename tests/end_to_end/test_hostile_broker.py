@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from certified import Certified
-from processes import LIMIT_S, Processes, answers, facts, make_job, until
+from processes import Processes, answers, facts, make_job
+from waiting import LIMIT_S, until
 
 from fedquilt import config, wire
 from fedquilt.coordinator.facts import Answered, Committed, Ended

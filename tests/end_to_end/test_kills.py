@@ -8,12 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import kills
+import pytest
+
+ROUNDS = 10
+KILLS = 4
 
 
 def test_some_kills_change_no_bit_and_lose_no_update(mosquitto: Callable[..., Any], tmp_path: Path) -> None:
     """Ditto, whose boards keep private state; the coordinator, agents, a task's process and Mosquitto die."""
     folder = tmp_path / "campaign"
     folder.mkdir()
-    killed = kills.Campaign(folder, "ditto", random.Random(1), 4, rounds=16).play()
-    assert killed.total() == 4
+    killed = kills.Campaign(folder, "ditto", random.Random(1), KILLS, rounds=ROUNDS).play()
+    assert killed.total() == KILLS
     assert killed.keys() == set(kills.KINDS)
+
+
+@pytest.mark.parametrize("between_s", [0.02, 0.2, 2.0, 20.0])
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_come_after_as_many_facts_on_a_slow_machine_as_on_a_fast_one(between_s: float, seed: int) -> None:
+    """The test above has all its kills before its job ends, whether 20 ms or 20 s pass between two facts."""
+    moments = kills.Moments(random.Random(seed), 1000.0)
+    now_s, at = 1000.0, list[int]()
+    while len(at) < KILLS:
+        now_s += kills.POLL_S
+        facts = int((now_s - 1000.0) / between_s)
+        if moments.due(facts, now_s):
+            at.append(facts)
+            moments.draw()
+    assert at[0] >= 1
+    assert at == sorted(at)
+    assert at[-1] < ROUNDS * (1 + kills.DEVICES + 1)

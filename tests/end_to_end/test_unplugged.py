@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Processes, until
+from processes import Processes
+from waiting import until
 
 from fedquilt import config
 from fedquilt.coordinator.views import devices

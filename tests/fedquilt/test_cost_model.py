@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from toy_profiles import HEAD
 
 from fedquilt import cost_model, profiles
 from fedquilt.core import Cost, JobError, OperatingPoint, Rates, Work
@@ -27,6 +28,12 @@ def test_arithmetic_traffic_launches_and_the_task_add_up():
     assert cost_model.seconds(WORK, POINT) == 2 + 4 + 3 + 3
     assert cost_model.launch_s(WORK, POINT) == 6.0
     assert cost_model.joules(12.0, POINT) == 48.0
+
+
+def test_launches_that_take_for_ever_are_taken_for_unknown():
+    """Numbers that a board claims may overflow."""
+    endless = msgspec.structs.replace(POINT, launch_s=1e300)
+    assert cost_model.launch_s(msgspec.structs.replace(WORK, launches=1e300), endless) == 0.0
 
 
 def test_a_measured_workload_has_rates_of_its_own_and_another_takes_the_points():
@@ -69,19 +76,9 @@ def test_parts_of_work_take_as_long_as_the_whole(share: float):
     assert sum(parts) == pytest.approx(cost_model.seconds(WORK, POINT))
 
 
-BOARD = """
-board = "toy"
-title = "for this test"
-memory_bytes = { value = 1000, source = "sheet" }
-
-[sources.sheet]
-provenance = "datasheet"
-text = "Read in a data sheet that does not exist."
-
-[sources.fit]
-provenance = "measured"
-text = "Measured in a dream, for the sake of this test."
-
+BOARD = (
+    HEAD
+    + """
 [clocks]
 cpu_hz = { values = [1000, 2000], source = "sheet" }
 
@@ -93,14 +90,15 @@ base_w = { value = 1, source = "sheet" }
 cpu_w = { value = 4, source = "sheet" }
 
 [workloads.torch-conv]
-flop_cpu_cycles = { value = 5, source = "fit" }
-task_cpu_cycles = { value = 500, source = "fit" }
-launch_cpu_cycles = { value = 4, source = "fit" }
+flop_cpu_cycles = { value = 5, source = "guess" }
+task_cpu_cycles = { value = 500, source = "guess" }
+launch_cpu_cycles = { value = 4, source = "guess" }
 
 [[points]]
 name = "MAX"
 cpu_hz = { value = 2000, source = "sheet" }
 """
+)
 
 
 def test_a_profile_tells_the_times_of_each_workload_at_each_of_its_points():
@@ -141,6 +139,8 @@ def test_a_simulated_board_is_never_faster_than_its_launches():
 def test_the_energy_rests_on_what_its_workload_was_measured_by():
     device = SimulatedDevice(profiles.parse(BOARD, "toy"))
     assert device.cost(Work(flops=1.0), Cost(duration_s=0.0)).energy_source == "profile toy (datasheet)"
+    measured = device.cost(Work(flops=1.0, workload="torch-conv"), Cost(duration_s=0.0))
+    assert measured.energy_source == "profile toy (assumed)"
 
 
 def test_work_without_new_counts_travels_as_agents_before_them_expect():

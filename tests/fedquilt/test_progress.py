@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fedquilt import progress
-from fedquilt.progress import EVERY_S, LIVE_S, QUIET_S, Line
+from fedquilt.progress import EVERY_S, LIVE_S, QUIET_S, RARELY_S, Line
 
 
 class Clock:
@@ -44,6 +44,7 @@ def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
     assert shown[:4] == [QUIET_S, QUIET_S + EVERY_S, QUIET_S + 2 * EVERY_S, QUIET_S + 3 * EVERY_S]
     assert 20 < len(shown) < 60
     assert shown[-1] - shown[-2] > 200
+    assert shown[-1] - shown[-2] <= RARELY_S
     assert "\r" not in out.getvalue()
 
 
@@ -71,6 +72,37 @@ def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> 
     line.at("runs", 6, 10)
     told = out.getvalue().split("\r\x1b[K")[1:]
     assert told == ["runs (4 of 10 done)", "runs (6 of 10 done, about 2 min left)"]
+
+
+def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
+    """What came before says nothing of it: neither after the end nor where fewer are done than before."""
+    out = Terminal()
+    line = Line(out, clock=clock)
+    line.at("runs", 4, 10)
+    clock.now_s += 3600
+    line.end()
+    line.at("runs", 5, 10)
+    clock.now_s += 60
+    line.at("runs", 1, 10)
+    clock.now_s += 60
+    line.at("runs", 4, 10)
+    told = [text for text in out.getvalue().split("\r\x1b[K") if text]
+    assert told == [
+        "runs (4 of 10 done)",
+        "runs (5 of 10 done)",
+        "runs (1 of 10 done)",
+        "runs (4 of 10 done, about 2 min left)",
+    ]
+
+
+def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
+    """A terminal far away gets no bytes for nothing."""
+    out = Terminal()
+    line = Line(out, clock=clock)
+    for _ in range(3):
+        line.at("work")
+        clock.now_s += LIVE_S
+    assert out.getvalue() == "\r\x1b[Kwork"
 
 
 def test_words_that_are_not_shown_are_not_made(clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from plain import budgeted
 
 from fedquilt import tiers
 from fedquilt.core import Profile, Work
@@ -13,14 +14,7 @@ MB, GB = 10**6, 10**9
 
 
 def device(budget_bytes: int, *engines: str) -> Profile:
-    return Profile(
-        device="d",
-        board="b",
-        memory_bytes=2 * budget_bytes,
-        budget_bytes=budget_bytes,
-        engines=engines or ("torch", "onnx"),
-        versions={},
-    )
+    return budgeted(budget_bytes, engines=engines or ("torch", "onnx"))
 
 
 @pytest.mark.parametrize(

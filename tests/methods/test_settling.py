@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain import budgeted
 
 from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import progress
-from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, Profile, UpdateError
+from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _by_width
 from fedquilt.models.partial import width
 from fedquilt.testing.toys import pictures, to_train
@@ -53,19 +54,13 @@ def bundle() -> Bundle:
     return replace(found, meta={**found.meta, "flops": 1e6, "example_bytes": 10**6})
 
 
-def profile(budget_bytes: int) -> Profile:
-    return Profile(
-        device="a", board="b", memory_bytes=2 * budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
-    )
-
-
 def begun(name: str) -> Any:
     method = methods.load(name)
     return method, method.init(bundle(), method.params(), 0)
 
 
 def view(name: str, budget: int) -> DeviceView:
-    return DeviceView(name, profile(budget))
+    return DeviceView(name, budgeted(budget))
 
 
 @pytest.mark.parametrize("name", METHODS)

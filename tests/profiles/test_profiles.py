@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from toy_profiles import HEAD
 
 from fedquilt import cost_model, profiles
 from fedquilt.core import JobError, OperatingPoint, Rates, Work
@@ -23,24 +24,15 @@ BOARDS += [
     "x86-host",
 ]
 
-SMALL = """
-board = "small"
-title = "for this test"
-memory_bytes = { value = 1000, source = "sheet" }
-
-[sources.sheet]
-provenance = "datasheet"
-text = "Read in a data sheet that does not exist."
-
-[sources.guess]
-provenance = "assumed"
-text = "Assumed for the sake of this test."
-
+SMALL = (
+    HEAD
+    + """
 [[points]]
 name = "slow"
 cpu_hz = { value = 2, source = "sheet" }
 busy_w = { value = 3, source = "guess" }
 """
+)
 
 CORES = {"jetson-nano": 128, "jetson-tx2": 256, "jetson-xavier-nx": 384, "jetson-agx-xavier": 512}
 CORES |= {"jetson-orin-nano": 1024, "jetson-orin-nano-super": 1024, "jetson-orin-nx": 1024, "jetson-agx-orin": 2048}

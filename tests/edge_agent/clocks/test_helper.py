@@ -11,12 +11,12 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import until
 
 from fedquilt.core import JobError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
@@ -340,14 +340,6 @@ def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
 
 
 # -- real processes -------------------------------------------------------------------------------
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll what only other processes can change."""
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.01)
 
 
 class Processes:

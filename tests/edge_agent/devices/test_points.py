@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from toy_profiles import HEAD
 from trees import Tree
 
 from fedquilt import profiles
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices import points
 
-HEAD = """
-board = "toy"
-title = "for these tests"
-memory_bytes = { value = 1000, source = "sheet" }
-
-[sources.sheet]
-provenance = "assumed"
-text = "Assumed for the sake of this test."
-"""
 MODES = """
 [[points]]
 name = "MAXN"

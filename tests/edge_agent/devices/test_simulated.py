@@ -6,25 +6,16 @@ import math
 import statistics
 
 import pytest
+from toy_profiles import HEAD
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice, Traits
 
-TOY = """
-board = "toy"
-title = "for these tests"
-memory_bytes = { value = 1000, source = "sheet" }
-
-[sources.sheet]
-provenance = "datasheet"
-text = "Read in a data sheet that does not exist."
-
-[sources.guess]
-provenance = "assumed"
-text = "Assumed for the sake of this test."
-
+TOY = (
+    HEAD
+    + """
 [[points]]
 name = "fast"
 flops_per_s = { value = 100, source = "sheet" }
@@ -39,6 +30,7 @@ busy_w = { value = 3, source = "sheet" }
 [[points]]
 name = "unknown"
 """
+)
 
 
 def test_a_simulated_board_takes_the_time_its_profile_says():

@@ -162,3 +162,19 @@ def test_where_the_deadline_is_tight_a_known_point_is_chosen_and_where_there_is_
     known = taught(known, Seen(TOP, WORK, 20.0, 9.0))
     assert choose(Rule(), POINTS, WORK, 22.0, 1.0, known) == TOP
     assert choose(Rule(), POINTS, WORK, 200.0, 1.0, known) not in (None, TOP)
+
+
+def test_older_tasks_count_less() -> None:
+    """A board that has become a fifth slower is known to be so, however long it was faster: about fifty tasks count."""
+    known = Learned()
+    for seconds in (*[20.0] * 200, *[24.0] * 100):
+        known = taught(known, Seen(TOP, WORK, seconds, None))
+    assert at(known, TOP)[0] == pytest.approx(24.0, rel=0.03)
+
+
+def test_a_first_task_unlike_the_second_sets_no_scale() -> None:
+    """It may have loaded what the others find: with few measurements the next one is believed."""
+    known = Learned()
+    for seconds in (400.0, 20.0):
+        known = taught(known, Seen(TOP, WORK, seconds, None))
+    assert at(known, TOP)[0] == pytest.approx(20.0, rel=0.2)

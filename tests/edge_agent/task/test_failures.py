@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import plain
 import pytest
 
-from fedquilt.core import JobError, Task, Work
+from fedquilt.core import JobError, Work
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.methods import fedavg
@@ -42,19 +43,7 @@ def test_an_error_without_words_is_named_by_its_kind() -> None:
 def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> None:
     """`return` forgotten: the sentence has the method, and what is wanted."""
     method = replace(fedavg.METHOD, work=lambda task, site: None)  # type: ignore[arg-type,return-value]
-    task = Task(
-        job="j-1",
-        round=0,
-        attempt=0,
-        method="prox:METHOD",
-        engine="numpy",
-        actions=("work",),
-        params={},
-        bundles={},
-        work=Work(flops=1.0),
-        seed=0,
-        deadline_s=60.0,
-    )
+    task = plain.task(method="prox:METHOD", work=Work(flops=1.0))
     order = Order(
         task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
     )

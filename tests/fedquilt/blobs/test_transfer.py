@@ -1,80 +1,26 @@
+"""One blob from one side to the other: in packets that fit, in bounded memory, and checked."""
+
 from __future__ import annotations
 
 import hashlib
 import math
-import random
 import tracemalloc
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
-from fedquilt.core import BlobRef, WireError
-from fedquilt.transport.link import Faults, MemoryBroker, MemoryLink, simulate
-
-KIB = 1024
-TOPICS = wire.Topics("lab")
-ROUGH = Faults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
-
-
-def noise(size: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(size)
-
-
-def ref_of(payload: bytes) -> BlobRef:
-    return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-
-
-class Side:
-    """One process that moves blobs: an agent (a device's name) or the coordinator (no name)."""
-
-    def __init__(self, broker: MemoryBroker, folder: Path, device: str = "", **settings: object) -> None:
-        self.finished = False
-        self.link = broker.connect()
-        self.depot = Depot(folder)
-        self.refused: set[tuple[str, str]] = set()
-        self.undecodable = 0
-        self.errors: dict[tuple[str, str], str | None] = {}
-        way: wire.Direction = "up" if device else "dn"
-        self.transfers = Transfers(
-            self.link,
-            self.depot,
-            TOPICS,
-            way,
-            lambda device, sha256: (device, sha256) not in self.refused,
-            **settings,  # type: ignore[arg-type]
-        )
-        self.link.subscribe(TOPICS.for_device(device) if device else TOPICS.for_coordinator())
-
-    def fds(self) -> Sequence[int]:
-        return ()
-
-    def step(self, now_s: float) -> float:
-        for message in self.link.receive():
-            try:
-                assert self.transfers.handle(wire.route(message.topic), message.payload, now_s)
-            except WireError:
-                self.undecodable += 1
-        due_s = self.transfers.step(now_s)
-        for device, sha256, error in self.transfers.take_done():
-            assert (device, sha256) not in self.errors
-            self.errors[device, sha256] = error
-        return due_s
-
-
-def play(broker: MemoryBroker, *sides: Side, until: Callable[[], bool], limit_s: float = 1e6) -> None:
-    simulate(broker, lambda: [(side.link, side) for side in sides], until, limit_s)
+from fedquilt.core import WireError
+from fedquilt.transport.link import MemoryBroker
 
 
 # -- one blob --
-
-
 @pytest.mark.parametrize("size", [0, 1, 256 * KIB, 256 * KIB + 1, 3_000_000])
 def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -> None:
     """Downwards; from nothing to several chunks."""
@@ -185,8 +131,6 @@ def test_a_full_disk_ends_the_pull_with_the_mend(tmp_path: Path) -> None:
 
 
 # -- packets --
-
-
 class Meter(MemoryBroker):
     """A broker that notes the largest payload it was given, and refuses what it would not take."""
 
@@ -253,233 +197,6 @@ def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path: Path) -> No
     assert "raise its packet limit" in str(agent.errors["tx2", ref.sha256])
 
 
-# -- faults --
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path: Path, seed: int) -> None:
-    """Both ways at once, three devices, blobs of 0 to 40 chunks; a failing seed is in the test's name."""
-    roll = random.Random(seed)
-    faults = Faults(
-        drop=roll.choice([0.0, 0.05, 0.3]),
-        duplicate=roll.choice([0.0, 0.3]),
-        corrupt=roll.choice([0.0, 0.02, 0.2]),
-        delay_s=roll.choice([0.0, 0.5, 5.0]),
-    )
-    broker = MemoryBroker(seed, faults, max_payload=5 * KIB)
-    coordinator = Side(broker, tmp_path / "c", patience_s=1e6)
-    agents = {name: Side(broker, tmp_path / name, name, patience_s=1e6) for name in ("nano", "tx2", "xavier")}
-    shared = coordinator.depot.put(roll.randbytes(roll.randrange(160_000)))
-    wanted = []
-    for name, agent in agents.items():
-        mine = agent.depot.put(roll.randbytes(roll.randrange(40_000)))
-        coordinator.transfers.want(name, mine)
-        agent.transfers.want(name, shared)
-        wanted.append((agent, name, mine))
-    play(broker, coordinator, *agents.values(), until=lambda: all(agent.errors for agent in agents.values()))
-    play(broker, coordinator, *agents.values(), until=lambda: len(coordinator.errors) == 3)
-    for agent, name, mine in wanted:
-        assert agent.errors == {(name, shared.sha256): None}
-        assert coordinator.errors[name, mine.sha256] is None
-        assert Depot(tmp_path / name).read(shared.sha256, 0, 1 << 20) == coordinator.depot.read(
-            shared.sha256, 0, 1 << 20
-        )
-        assert hashlib.sha256(coordinator.depot.read(mine.sha256, 0, 1 << 20)).hexdigest() == mine.sha256
-
-
-def test_the_same_seed_plays_the_same(tmp_path: Path) -> None:
-    """Otherwise a failing seed could not be replayed."""
-    ends = []
-    for attempt in ("one", "two"):
-        broker = MemoryBroker(7, ROUGH, max_payload=5 * KIB)
-        coordinator = Side(broker, tmp_path / attempt / "c")
-        agent = Side(broker, tmp_path / attempt / "a", "tx2")
-        agent.transfers.want("tx2", coordinator.depot.put(noise(50_000)))
-        play(broker, coordinator, agent, until=lambda agent=agent: bool(agent.errors))
-        ends.append((broker.now_s, broker.published, agent.undecodable))
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("way", ["dn", "up"])
-def test_a_transfer_goes_on_where_a_crash_ended_it(tmp_path: Path, way: wire.Direction) -> None:
-    """The puller dies half way, three times, and is started again on the same folder: 60 chunks pass once."""
-    broker = MemoryBroker(max_payload=17 * KIB)
-    size = 60 * 16 * KIB
-    devices = {"dn": ("", "tx2"), "up": ("tx2", "")}[way]
-    server = Side(broker, tmp_path / "server", devices[0])
-    ref = server.depot.put(noise(size))
-    received = 0
-    for crash_at in (size // 4, size // 4, size // 4, math.inf):
-        puller = Side(broker, tmp_path / "puller", devices[1])
-        puller.transfers.want("tx2", ref)
-
-        def moved(puller: Side = puller) -> int:
-            return puller.transfers.traffic_bytes("tx2", way)
-
-        play(broker, server, puller, until=lambda p=puller, at=crash_at: bool(p.errors) or moved() >= at)
-        received += moved()
-        broker.lose(puller.link)
-        for _ in range(2):  # what was on its way goes nowhere
-            broker.now_s += 1.0
-            broker.deliver()
-            server.step(broker.now_s)
-    assert puller.errors == {("tx2", ref.sha256): None}
-    assert puller.depot.has(ref)
-    assert received == size
-
-
-def test_the_serving_side_may_restart_in_the_middle(tmp_path: Path) -> None:
-    """The puller asks on; nothing that is here is sent again but what was on its way."""
-    broker = MemoryBroker(max_payload=17 * KIB)
-    size = 60 * 16 * KIB
-    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(size))
-    agent.transfers.want("tx2", ref)
-    play(broker, coordinator, agent, until=lambda: agent.transfers.traffic_bytes("tx2", "dn") >= size // 2)
-    broker.lose(coordinator.link)
-    away_s = broker.now_s
-    play(broker, agent, until=lambda: broker.now_s > away_s + 60)
-    again = Side(broker, tmp_path / "c")
-    play(broker, again, agent, until=lambda: bool(agent.errors))
-    assert agent.errors == {("tx2", ref.sha256): None}
-    assert agent.transfers.traffic_bytes("tx2", "dn") == size
-
-
-def test_a_new_session_asks_at_once_and_not_after_a_time_out(tmp_path: Path) -> None:
-    """All that was on its way is lost with the connection."""
-    broker = MemoryBroker()
-    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    ref = coordinator.depot.put(noise(1_000_000))
-    agent.transfers.want("tx2", ref)
-    agent.step(0.0)
-    coordinator.link.inbox.clear()
-    broker._heap.clear()
-    agent.link.connected = False
-    assert agent.step(0.1) == pytest.approx(1.1)
-    agent.link.connected = True
-    agent.link.session += 1
-    play(broker, coordinator, agent, until=lambda: bool(agent.errors))
-    assert agent.errors == {("tx2", ref.sha256): None}
-    assert broker.now_s < 1.0
-
-
-# -- many at once --
-
-
-def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
-    """Four start together and none has half of its blob before every other has a quarter."""
-    broker, size = MemoryBroker(max_payload=17 * KIB), 64 * 16 * KIB
-    coordinator = Side(broker, tmp_path / "c")
-    agents = [Side(broker, tmp_path / name, name) for name in ("a", "b", "c1", "d")]
-    ref = coordinator.depot.put(noise(size))
-    for agent, name in zip(agents, ("a", "b", "c1", "d"), strict=True):
-        agent.transfers.want(name, ref)
-
-    def moved() -> list[int]:
-        return [coordinator.transfers.traffic_bytes(name, "dn") for name in ("a", "b", "c1", "d")]
-
-    play(broker, coordinator, *agents, until=lambda: max(moved()) >= size // 2)
-    assert min(moved()) >= size // 4
-    play(broker, coordinator, *agents, until=lambda: all(agent.errors for agent in agents))
-    assert all(agent.depot.has(ref) for agent in agents)
-
-
-def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> None:
-    """Two places, four dead devices before one that lives: it is served within a few time-outs."""
-    broker = MemoryBroker()
-    coordinator, agent = Side(broker, tmp_path / "c", max_pulls=2), Side(broker, tmp_path / "a", "alive")
-    ref = agent.depot.put(noise(2_000_000))
-    for number in range(4):
-        coordinator.transfers.want(f"dead{number}", ref_of(bytes([number])))
-    coordinator.transfers.want("alive", ref)
-    play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
-    assert coordinator.errors == {("alive", ref.sha256): None}
-    assert broker.now_s < 10.0
-    play(broker, coordinator, agent, until=lambda: len(coordinator.errors) == 5)
-    assert coordinator.errors["dead3", ref_of(bytes([3])).sha256] == "no answer for 300 s"
-
-
-def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path: Path) -> None:
-    """Also when the first of them is gone."""
-    broker = MemoryBroker()
-    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
-    ref = agent.depot.put(noise(600_000))
-    coordinator.transfers.want("dead", ref)
-    coordinator.transfers.want("alive", ref)
-    play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
-    assert coordinator.errors == {("dead", ref.sha256): None, ("alive", ref.sha256): None}
-    assert coordinator.transfers.traffic_bytes("alive", "up") == 600_000
-
-
-def test_many_small_blobs_arrive_side_by_side(tmp_path: Path) -> None:
-    """100 of them, 16 at a time: two round trips of 2 ms each for every 16, not for every one."""
-    broker = MemoryBroker()
-    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    for number in range(100):
-        agent.transfers.want("tx2", coordinator.depot.put(number.to_bytes(2, "big") * 50))
-    play(broker, coordinator, agent, until=lambda: len(agent.errors) == 100)
-    assert set(agent.errors.values()) == {None}
-    assert broker.now_s < 100 / 16 * 2 * 0.004
-
-
-class SlowLink(MemoryLink):
-    """A link whose queue is emptied by hand."""
-
-    queued = 0
-    most = 0
-
-    @property
-    def backlog(self) -> int:  # type: ignore[override]
-        return self.queued
-
-    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        if not reliable:
-            self.queued += len(payload)
-            self.most = max(self.most, self.queued)
-        super().publish(topic, payload, retain=retain, reliable=reliable)
-
-
-def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
-    """Ten devices ask for 20 chunks of 15 KiB; never more than 64 KiB, four chunks, are queued."""
-    broker = MemoryBroker(max_payload=16 * KIB)
-    link = SlowLink(broker, None)
-    depot = Depot(tmp_path)
-    ref = depot.put(noise(20 * 15 * KIB))
-    transfers = Transfers(link, depot, TOPICS, "dn", lambda device, sha256: True, budget_bytes=64 * KIB)
-    get = wire.encode(wire.Get(sha256=ref.sha256, chunk=15 * KIB, indices=tuple(range(20))))
-    for number in range(10):
-        transfers.handle(wire.route(TOPICS.device(f"d{number}", "up", "blob/get")), get, 0.0)
-    steps, now_s = 0, 0.0
-    while (due_s := transfers.step(now_s)) != math.inf:
-        assert due_s > now_s
-        now_s, steps = due_s, steps + 1
-        link.queued = 0
-    assert link.most == 60 * KIB
-    assert steps == 200 / 4 - 1
-    assert all(transfers.traffic_bytes(f"d{number}", "dn") == ref.size for number in range(10))
-
-
-def test_no_more_is_asked_for_than_the_budget(tmp_path: Path) -> None:
-    """Twelve devices are pulled from at once, but only 64 KiB may be on their way."""
-    broker = MemoryBroker(max_payload=16 * KIB)
-    coordinator = Side(broker, tmp_path / "c", budget_bytes=64 * KIB)
-    agents = [Side(broker, tmp_path / f"d{number}", f"d{number}") for number in range(12)]
-    for number, agent in enumerate(agents):
-        coordinator.transfers.want(f"d{number}", agent.depot.put(noise(200_000, number)))
-    most = 0
-
-    def over() -> bool:
-        nonlocal most
-        inbox = sum(len(m.payload) for m in coordinator.link.inbox)
-        flying = sum(len(m.payload) for _, _, link, m in broker._heap if link is coordinator.link)
-        most = max(most, inbox + flying)
-        return len(coordinator.errors) == 12
-
-    play(broker, coordinator, *agents, until=over)
-    assert set(coordinator.errors.values()) == {None}
-    assert 45 * KIB <= most <= 64 * KIB + 12 * KIB  # and the manifests
-
-
 def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     """32 MB between two sides in one process, the broker's queue included: less than 12 MB at any time."""
     source = tmp_path / "source"
@@ -501,8 +218,6 @@ def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 
 
 # -- what comes from outside --
-
-
 def test_other_messages_are_left_to_the_owner(tmp_path: Path) -> None:
     """And our own, come back, are nobody's."""
     agent = Side(MemoryBroker(), tmp_path, "tx2")

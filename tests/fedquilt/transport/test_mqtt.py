@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import random
 import signal
@@ -30,7 +29,8 @@ from fedquilt.transport.mqtt_client import payload_limit
 
 if TYPE_CHECKING:
     from fedquilt.tools.broker import EmbeddedBroker
-    from tests.conftest import Authority, Mosquitto, Stage
+    from tests.conftest import Mosquitto, Stage
+
 
 KIB = 1024
 DIES = """
@@ -47,16 +47,7 @@ link.wait(60)
 """
 
 
-@pytest.fixture(params=["mosquitto", "embedded_broker"])
-def url(request: pytest.FixtureRequest) -> str:
-    """Each of the two brokers."""
-    broker = request.getfixturevalue(request.param)
-    return str(broker().url if request.param == "mosquitto" else broker.url)
-
-
 # -- what both brokers do -------------------------------------------------------------------------
-
-
 def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url: str, stage: Stage) -> None:
     """A later subscriber gets the retained one alone, marked as such."""
     first: Link = stage.join(url, "first", "room/#")
@@ -145,8 +136,6 @@ def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
 
 
 # -- losing the connection ------------------------------------------------------------------------
-
-
 def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_again(
     mosquitto: Callable[..., Mosquitto], stage: Stage
 ) -> None:
@@ -275,8 +264,6 @@ def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: 
 
 
 # -- sizes ----------------------------------------------------------------------------------------
-
-
 def test_payloads_are_limited_by_what_the_broker_announces(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
     """128 KiB packets leave 127 KiB of payload: that much arrives, one byte more is refused here."""
     link = stage.join(mosquitto("max_packet_size 131072").url, "agent", "t")
@@ -319,8 +306,6 @@ def test_backoff_doubles_from_half_a_second_to_thirty_and_jitter_shortens_it() -
 
 
 # -- waiting --------------------------------------------------------------------------------------
-
-
 def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
     mosquitto: Callable[..., Mosquitto], stage: Stage
 ) -> None:
@@ -345,132 +330,7 @@ def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
     assert time.monotonic() - began_s < 10.0
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def secured(mosquitto: Callable[..., Mosquitto], authority: Authority, tmp_path: Path) -> Mosquitto:
-    """Mutual TLS; a certificate's name is its user, and a user reaches its own branch only."""
-    cert, key = authority.issue("broker", "127.0.0.1")
-    (tmp_path / "acl").write_text(
-        "user coordinator\ntopic readwrite fq/#\n"
-        "pattern write fq/1/+/dev/%u/up/#\npattern read fq/1/+/dev/%u/dn/#\n"
-        "pattern read fq/1/+/coord/state\npattern read fq/1/+/job/#\n"
-    )
-    return mosquitto(
-        f"cafile {authority.ca}",
-        f"certfile {cert}",
-        f"keyfile {key}",
-        "require_certificate true",
-        "use_identity_as_username true",
-        "allow_anonymous false",
-        f"acl_file {tmp_path / 'acl'}",
-    )
-
-
-def test_a_device_reaches_its_own_branch_only(secured: Mosquitto, authority: Authority, stage: Stage) -> None:
-    """What it writes or asks for elsewhere arrives nowhere, although its subscription is granted."""
-    secure_url = secured.url.replace("mqtt:", "mqtts:")
-
-    def settings(name: str) -> Broker:
-        cert, key = authority.issue(name)
-        return Broker.parse(secure_url, ca=authority.ca, cert=cert, key=key)
-
-    coordinator = stage.join(settings("coordinator"), "coordinator", "fq/1/f/dev/+/up/#")
-    stage.join(settings("dev-a"), "dev-a", "fq/1/f/dev/dev-a/dn/#", "fq/1/f/dev/dev-b/dn/#", "fq/1/f/coord/state")
-    stage.until(lambda: all(link.connected for link in stage.links))
-    device = stage.links[1]
-    device.publish("fq/1/f/dev/dev-b/up/claim", b"forged")
-    device.publish("fq/1/f/coord/state", b"forged")
-    device.publish("fq/1/f/dev/dev-a/up/claim", b"own")
-    stage.until(lambda: stage.heard["coordinator"])
-    coordinator.publish("fq/1/f/dev/dev-b/dn/task", b"for b")
-    coordinator.publish("fq/1/f/coord/state", b"state")
-    coordinator.publish("fq/1/f/dev/dev-a/dn/task", b"for a")
-    stage.until(lambda: b"for a" in stage.payloads("dev-a"))
-    assert stage.payloads("coordinator") == [b"own"]
-    assert stage.payloads("dev-a") == [b"state", b"for a"]
-    assert device.dropped == 2
-    assert "Not authorized" in str(device.problem)
-
-
-def refusal(settings: Broker, stage: Stage, name: str = "agent") -> str:
-    """What `connect` says, which must be what `problem` says."""
-    link = stage.join(settings, name)
-    with pytest.raises(LinkError) as caught:
-        link.connect(timeout_s=10.0)
-    assert str(caught.value) == link.problem
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_tls_refusals_name_the_certificate_and_the_mend(
-    secured: Mosquitto, authority: Authority, stranger: Authority, stage: Stage
-) -> None:
-    """A broker we do not know, no certificate of ours, one the broker does not know, another name, no TLS."""
-    url = secured.url.replace("mqtt:", "mqtts:")
-    cert, key = authority.issue("dev-a")
-    odd, odd_key = stranger.issue("dev-a")
-    assert f"{stranger.ca} did not sign it" in refusal(Broker.parse(url, ca=stranger.ca), stage)
-    assert "no authority of this system signed it" in refusal(Broker.parse(url), stage)
-    assert "give cert and key" in refusal(Broker.parse(url, ca=authority.ca), stage)
-    said = refusal(Broker.parse(url, ca=authority.ca, cert=odd, key=odd_key), stage)
-    assert "signed by the broker's CA" in said or "another certificate" in said
-    by_name = Broker.parse(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
-    assert "is for another name" in refusal(by_name, stage)
-    plain = MqttLink(Broker.parse(secured.url), "agent")
-    with pytest.raises(LinkError, match="is mqtts:// needed"):
-        plain.connect(timeout_s=0.3)
-    plain.close()
-
-
-def test_a_port_without_tls_says_so(mosquitto: Callable[..., Mosquitto]) -> None:
-    """mqtts:// to a plain listener; a broker that restarts looks the same, so a command goes on trying."""
-    link = MqttLink(Broker.parse(mosquitto().url.replace("mqtt:", "mqtts:")), "agent")
-    with pytest.raises(LinkError, match="use its TLS port"):
-        link.connect(timeout_s=0.3)
-    link.close()
-
-
-def test_a_refused_connection_names_where_and_what_to_start() -> None:
-    """A command waits as long as it was told to, in case the broker is just starting."""
-    link = MqttLink(Broker.parse("mqtt://127.0.0.1:1"), "agent")
-    with pytest.raises(LinkError, match=r"nothing listens at mqtt://127\.0\.0\.1:1 .*start the broker"):
-        link.connect(timeout_s=0.2)
-    link.close()
-
-
-def test_a_name_that_does_not_exist_is_said_at_once(stage: Stage) -> None:
-    """`.invalid` never exists; a machine without a network has no resolver to say so."""
-    link = MqttLink(Broker.parse("mqtt://broker.invalid"), "agent")
-    with pytest.raises(LinkError, match=r"no address is known for 'broker\.invalid'"):
-        link.connect(timeout_s=0.2)
-    link.close()
-
-
-def test_a_wrong_password_is_said_and_never_shown(
-    mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Right, wrong and none; at the most talkative log level there is."""
-    caplog.set_level(logging.DEBUG)
-    passwords = tmp_path / "passwords"
-    passwords.write_text("me:s3cret-right\n")
-    subprocess.run(["mosquitto_passwd", "-U", str(passwords)], check=True)
-    url = mosquitto("allow_anonymous false", f"password_file {passwords}").url
-    right, wrong = tmp_path / "right", tmp_path / "wrong"
-    right.write_text("s3cret-right\n")
-    wrong.write_text("s3cret-wrong\n")
-    good = stage.join(Broker.parse(url.replace("//", "//me@"), password_file=right), "good")
-    stage.until(lambda: good.connected)
-    said = refusal(Broker.parse(url.replace("//", "//me@"), password_file=wrong), stage, "wrong")
-    assert f"check the user and the password in {wrong}" in said
-    assert "a client without a user" in refusal(Broker.parse(url), stage, "nobody")
-    assert "s3cret" not in caplog.text + said + repr(good.broker)
-
-
 # -- blobs ----------------------------------------------------------------------------------------
-
-
 def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(
     mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from certified import Certified
 
 from fedquilt import wire
 from fedquilt.core import JobError
-from fedquilt.transport import envelope, sealed
+from fedquilt.transport import envelope, sealed, sealed_fleet
 from fedquilt.transport.handshake import Identity, Session
 from fedquilt.transport.link import MemoryBroker, Message
 from fedquilt.transport.sealed import BoardLink
@@ -411,6 +411,65 @@ def test_a_last_will_counts_for_the_start_that_it_names(fleet: Fleet) -> None:
     fleet.run()
     told = [wire.decode(payload, wire.Presence) for payload in fleet.payloads("coordinator")]
     assert [(one.online, one.boot) for one in told] == [(True, "1"), (False, "1")]
+
+
+def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
+    """Only that a known start has ended: of that very start the broker could say the opposite."""
+    online = wire.encode(wire.Presence(online=True, boot="1"))
+    fleet.boards["a"].publish(up("a", "presence"), online)
+    fleet.run()
+    assert fleet.payloads("coordinator") == [online]
+    fleet.mallory.publish(up("a", "presence"), online)
+    fleet.run()
+    assert fleet.payloads("coordinator") == [online]
+
+
+def test_the_envelope_takes_its_part_of_the_largest_payload(fleet: Fleet) -> None:
+    """What is as large as a link says goes through."""
+    assert fleet.link.max_payload == fleet.raw.max_payload - envelope.ENVELOPE_BYTES
+
+
+def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet: Fleet) -> None:
+    """After 2 s, as somebody has announced a coordinator, then after 5, 10, 20 and 40 more."""
+    fleet.broker.change = lambda topic, payload: None if topic == down("c", "hello") else payload
+    fleet.join("c")
+    fleet.run(80.0)
+    assert 5 <= len(fleet.broker.of(up("c", "hello"))) <= 7
+
+
+def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(fleet: Fleet) -> None:
+    """The board that sent it may be gone, and one that is there hears of the new coordinator anyhow."""
+    fleet.boards["a"].publish(up("a", "profile"), CLAIM, retain=True)
+    fleet.run()
+    del fleet.boards["a"]
+    before = len(fleet.broker.of(down("a", "hello")))
+    fleet.coordinate()
+    fleet.run()
+    assert fleet.boards["b"].connected
+    assert len(fleet.broker.of(down("a", "hello"))) == before
+
+
+def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one goes; of a device only the latest is kept; a board that answers in time gets its session."""
+    monkeypatch.setattr(sealed_fleet, "ATTEMPTS_MOST", 3)
+    for number in range(10):
+        begun = sealed.beginning(fleet.identities["a"])
+        fleet.mallory.publish(up(f"x{number}", "hello"), wire.encode(begun))
+    fleet.run()
+    assert list(fleet.link._attempts) == ["x7", "x8", "x9"]
+    fleet.join("c")
+    fleet.run()
+    assert fleet.boards["c"].connected
+
+
+def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of when something was last done is bounded, and begins anew."""
+    monkeypatch.setattr(sealed_fleet, "DEVICES_MOST", 3)
+    last_s: dict[str, float] = {}
+    for number in range(10):
+        assert sealed_fleet._rarely(last_s, f"d{number}", 0.0, 5.0)
+        assert not sealed_fleet._rarely(last_s, f"d{number}", 4.9, 5.0)
+    assert len(last_s) <= 3
 
 
 def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain import budgeted
 
-from fedquilt.core import ModelError, Profile, UpdateError
+from fedquilt.core import ModelError, UpdateError
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth, masks, width
 from fedquilt.testing.toys import MLP_MASKS
@@ -30,12 +31,6 @@ def mlp() -> dict[str, np.ndarray]:
 
 def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
     return width.places(MLP_MASKS, model, width.leading(MLP_MASKS, rate))
-
-
-def profile(budget_bytes: int) -> Profile:
-    return Profile(
-        device="a", board="b", memory_bytes=2 * budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
-    )
 
 
 def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> None:
@@ -136,7 +131,7 @@ def test_a_tiers_value_is_the_largest_that_the_budget_reaches_and_the_first_wher
     """512 MB, 1, 3 and 8 GB, and nothing said."""
     values = ("a", "b", "c", "d", "e")
     budgets = (512 * 10**6, 10**9, 3 * 10**9, 8 * 10**9)
-    assert [width.by_tier(profile(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
+    assert [width.by_tier(budgeted(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
     assert width.by_tier(None, values) == "a"
 
 

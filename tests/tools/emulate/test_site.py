@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from command_lines import parsed
 from fedquilt import config
@@ -89,10 +89,7 @@ def test_a_server_is_waited_for_and_ended_with_all_it_has_started(tmp_path: Path
         child = int(sites.last(tmp_path / "log"))
         assert process.poll() is None
     assert process.returncode is not None
-    end_s = time.monotonic() + 20
-    while not _ended(child):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    until(lambda: _ended(child), "the end of its child")
 
 
 def _ended(pid: int) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import until
 
 from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
@@ -148,7 +147,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
             assert len(agents) >= 3
         finally:
             first.kill()
-    until(lambda: not any(alive(pid) for pid in agents))
+    until(lambda: not any(alive(pid) for pid in agents), "the end of every agent")
     again = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert again.returncode == 0, again.stdout + again.stderr
     with Store(given.home) as store:
@@ -171,13 +170,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

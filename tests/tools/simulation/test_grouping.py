@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import plain
 import pytest
 
-from fedquilt.core import Task, Work
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import pool
 from fedquilt.tools.simulation.pool import Done, Pool
 
-TASK = Task(
-    job="j",
-    round=0,
-    attempt=0,
-    method="fedavg",
-    engine="torch",
-    actions=("work",),
-    params={},
-    bundles={},
-    seed=0,
-    work=Work(),
-    deadline_s=0.0,
-)
+TASK = plain.task(engine="torch", deadline_s=0.0)
 
 
 class Recorded(Pool):

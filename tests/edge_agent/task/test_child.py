@@ -1,0 +1,110 @@
+"""What a child may say, and how long it is kept."""
+
+from __future__ import annotations
+
+import select
+import sys
+
+import msgspec
+from children import Place, carried_out, child, pid_of
+
+from fedquilt.edge_agent.task.worker import Worker
+
+# -- what a child may say -------------------------------------------------------------------------
+ECHO = """
+import sys
+for line in sys.stdin:
+    sys.stdout.buffer.write({said!r} * {times})
+    sys.stdout.flush()
+"""
+ANSWER = b'{"type":"outcome","weight":3.0}\n'
+
+
+def echo(said: bytes = ANSWER, times: int = 1) -> list[str]:
+    """A child that answers every order with the same bytes."""
+    return script(ECHO.format(said=said, times=times))
+
+
+def script(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_garbage_between_answers_is_passed_over(place: Place) -> None:
+    """Not JSON, not an answer, not UTF-8, and a null byte."""
+    with child(echo(b'}{\n{"type":"outcome","weight":"heavy"}\n\xff\xfe\n\0\n' + ANSWER)) as worker:
+        assert carried_out(worker, place.order()).weight == 3.0
+
+
+def test_an_answer_that_nobody_waits_for_is_dropped(place: Place) -> None:
+    """One order, two outcomes: the next order is not answered by the first one's."""
+    with child(echo(times=2)) as worker:
+        assert carried_out(worker, place.order()).weight == 3.0
+        until_quiet(worker)
+
+
+def until_quiet(worker: Worker) -> None:
+    while select.select(worker.fds(), [], [], 0.1)[0]:
+        assert worker.poll(0.0) == []
+
+
+def test_a_child_that_answers_no_protocol_is_killed(place: Place) -> None:
+    """Megabytes without an end of line."""
+    with child(script("import sys; sys.stdin.readline()\nwhile True: sys.stdout.write('x' * 65536)")) as worker:
+        outcome = carried_out(worker, place.order())
+    assert outcome.code == "failed"
+    assert "answers no protocol" in outcome.reason
+
+
+def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
+    """Its code, and the last thing it said."""
+    with child(script("import sys; print('no such library', file=sys.stderr); sys.exit(3)")) as worker:
+        outcome = carried_out(worker, place.order())
+    assert outcome.code == "failed"
+    assert "ended with code 3; it said: no such library" in outcome.reason
+
+
+def test_a_child_that_cannot_be_started_is_an_outcome(place: Place) -> None:
+    """The daemon goes on."""
+    with child(["/nowhere/python"]) as worker:
+        outcome = carried_out(worker, place.order())
+        assert worker.poll(0.0) == []
+    assert outcome.code == "failed"
+    assert "cannot be started" in outcome.reason
+
+
+def test_an_order_larger_than_a_pipe_arrives_whole(place: Place) -> None:
+    """A thousand bundles; the daemon does not wait for the child to read them."""
+    counting = """
+import sys, json
+for line in sys.stdin:
+    count = len(json.loads(line)["bundles"])
+    print(json.dumps({"type": "outcome", "weight": count}), flush=True)
+"""
+    order = msgspec.structs.replace(place.order(), bundles={f"{n:0200}": "/x" * 100 for n in range(1000)})
+    with child(script(counting)) as worker:
+        assert carried_out(worker, order).weight == 1000.0
+
+
+# -- how long it is kept --------------------------------------------------------------------------
+def test_an_idle_child_is_ended_when_its_time_is_up(place: Place) -> None:
+    """Warm for 5 s, on the caller's clock."""
+    with child(echo(), warm_s=5.0) as worker:
+        worker.start(place.order(), 0.0)
+        while not worker.poll(100.0):
+            select.select(worker.fds(), [], [], 1.0)
+        assert worker.due_s(100.0) == 105.0
+        assert worker.poll(104.9) == []
+        assert worker.resident_bytes > 0
+        worker.poll(105.0)
+        assert (worker.resident_bytes, worker.fds()) == (0, ())
+
+
+def test_another_engine_gets_another_child(place: Place) -> None:
+    """What one engine has imported would count against the other's budget."""
+    with child(echo()) as worker:
+        carried_out(worker, place.order())
+        first = pid_of(worker)
+        carried_out(worker, place.order())
+        assert pid_of(worker) == first
+        carried_out(worker, place.order(engine="onnx"))
+        assert pid_of(worker) != first

@@ -1,0 +1,111 @@
+"""An agent that is killed at every point of a task, and files that are damaged meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from one_agent import MODEL, Site, until_claimed, until_finished, until_offered
+
+from fedquilt import tensors
+
+
+def until_pulled(site: Site) -> None:
+    until_offered(site)
+    site.fetch(site.all("update")[-1])
+
+
+@pytest.mark.parametrize(
+    ("stage", "again"), [(until_claimed, True), (until_finished, True), (until_offered, False), (until_pulled, False)]
+)
+def test_killed_at_any_point_it_delivers_the_same_update_once(
+    site: Site, stage: Callable[[Site], None], again: bool
+) -> None:
+    """Before the result is on disk the work is done again, from the old state; after it never."""
+    stage(site)
+    site.start()
+    if again:
+        assert site.bench.orders[-1].private is None
+        site.bench.finish(private=1.0)
+        site.run()
+    assert len(site.bench.orders) == int(again)
+    np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
+    site.ack()
+    assert site.outbox == []
+    state = site.agent.local.private("j-1", 0)
+    assert state.path is not None
+    assert tensors.read(Path(state.path))["c"] == 1.0
+
+
+def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(site: Site) -> None:
+    """The retained task is still on the broker."""
+    until_offered(site)
+    site.ack()
+    site.start()
+    assert site.bench.orders == []
+    offered = len(site.all("update"))
+    site.run(100.0)
+    assert len(site.all("update")) == offered
+
+
+def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -> None:
+    """It waits for the answer about the last contribution, and takes its state only if it was accepted."""
+    until_offered(site)
+    site.ask(1, counted=0)
+    assert len(site.bench.orders) == 1
+    site.ack(0, accepted=True)
+    second = site.bench.orders[-1]
+    assert second.private is not None
+    assert tensors.read(Path(second.private))["c"] == 1.0
+    site.bench.finish(private=2.0)
+    site.run()
+    site.ack(1, accepted=False)
+    site.ask(2, counted=0)
+    third = site.bench.orders[-1].private
+    assert third is not None
+    assert tensors.read(Path(third))["c"] == 1.0
+
+
+def test_a_damaged_update_in_the_outbox_is_worked_for_again(site: Site) -> None:
+    """It is found when the agent starts, and when the blob is asked for."""
+    until_offered(site)
+    (blob,) = site.all("update")[-1].bundles.values()
+    _flip(site.folder / "d/blobs" / blob.sha256)
+    site.start()
+    assert len(site.bench.orders) == 1
+    site.bench.finish(private=1.0)
+    site.run()
+    np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
+
+
+def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """The next round is about the same model; the agent has been restarted, and the disk has flipped a bit of it."""
+    first = site.ask()
+    site.bench.finish()
+    site.run()
+    site.ack()
+    (blob,) = first.bundles.values()
+    _flip(site.folder / "d/blobs" / blob.sha256)
+    site.start()
+    site.ask(1, bundles=first.bundles)
+    np.testing.assert_array_equal(tensors.read(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
+    assert f"blob {blob.sha256[:12]}" in caplog.text
+
+
+def _flip(path: Path, at: int = -1) -> None:
+    """Flip a bit of a file."""
+    payload = bytearray(path.read_bytes())
+    payload[at] ^= 4
+    path.write_bytes(payload)
+
+
+def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> None:
+    """Offering it would never end."""
+    until_offered(site)
+    site.agent.local.depot.drop(site.all("update")[-1].bundles["model"].sha256)
+    site.run(10.0)
+    assert site.outbox == []
+    site.ask()
+    assert len(site.bench.orders) == 2

@@ -1,0 +1,62 @@
+"""What an agent says and does as it starts, and once as a real daemon."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_agent import Site
+
+from fedquilt import wire
+from fedquilt.core import JobError
+from fedquilt.edge_agent.agent import run_agent
+from fedquilt.edge_agent.settings import AgentSettings
+
+
+def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first task is declined for it; an engine that fits is enough to be silent."""
+    site.start(budget="5MB")
+    (said,) = [record.message for record in caplog.records if "budget" in record.message]
+    assert said.startswith("d: the budget of 5 MB is less than any engine here holds by itself (numpy ")
+    caplog.clear()
+    site.start(budget="5GB")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "mine.toml cannot be read"), ("board = 3", "board")])
+def test_a_recorded_profile_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    """Before anything is connected to."""
+    path = tmp_path / "mine.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(JobError, match=said):
+        run_agent(AgentSettings(device="d", home=str(tmp_path), profile=str(path)))
+
+
+def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(
+    tmp_path: Path, embedded_broker: Any, stage: Any
+) -> None:
+    """A real process on a real broker; it ends with code 0 and its presence stays as offline."""
+    settings = tmp_path / "agent.toml"
+    settings.write_text(
+        f'device = "d"\nhome = "home"\nboard = "jetson-nano"\n[broker]\nurl = "{embedded_broker.url}"\n'
+    )
+    stage.join(embedded_broker.url, "watch", "fq/1/fleet/dev/d/up/#")
+    daemon = subprocess.Popen([sys.executable, "-m", "fedquilt.cli", "agent", str(settings)])
+    try:
+        stage.until(lambda: any(message.topic.endswith("up/profile") for message in stage.heard["watch"]))
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=20) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+    def offline() -> bool:
+        told = [m.payload for m in stage.heard["watch"] if m.topic.endswith("up/presence")]
+        return bool(told) and not wire.decode(told[-1], wire.Presence).online
+
+    stage.until(offline)

@@ -1,0 +1,124 @@
+"""Blobs that arrive through loss, damage, crashes and restarts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from pathlib import Path
+
+import pytest
+from two_sides import KIB, Side, noise, play
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.transport.link import Faults, MemoryBroker
+
+ROUGH = Faults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path: Path, seed: int) -> None:
+    """Both ways at once, three devices, blobs of 0 to 40 chunks; a failing seed is in the test's name."""
+    roll = random.Random(seed)
+    faults = Faults(
+        drop=roll.choice([0.0, 0.05, 0.3]),
+        duplicate=roll.choice([0.0, 0.3]),
+        corrupt=roll.choice([0.0, 0.02, 0.2]),
+        delay_s=roll.choice([0.0, 0.5, 5.0]),
+    )
+    broker = MemoryBroker(seed, faults, max_payload=5 * KIB)
+    coordinator = Side(broker, tmp_path / "c", patience_s=1e6)
+    agents = {name: Side(broker, tmp_path / name, name, patience_s=1e6) for name in ("nano", "tx2", "xavier")}
+    shared = coordinator.depot.put(roll.randbytes(roll.randrange(160_000)))
+    wanted = []
+    for name, agent in agents.items():
+        mine = agent.depot.put(roll.randbytes(roll.randrange(40_000)))
+        coordinator.transfers.want(name, mine)
+        agent.transfers.want(name, shared)
+        wanted.append((agent, name, mine))
+    play(broker, coordinator, *agents.values(), until=lambda: all(agent.errors for agent in agents.values()))
+    play(broker, coordinator, *agents.values(), until=lambda: len(coordinator.errors) == 3)
+    for agent, name, mine in wanted:
+        assert agent.errors == {(name, shared.sha256): None}
+        assert coordinator.errors[name, mine.sha256] is None
+        assert Depot(tmp_path / name).read(shared.sha256, 0, 1 << 20) == coordinator.depot.read(
+            shared.sha256, 0, 1 << 20
+        )
+        assert hashlib.sha256(coordinator.depot.read(mine.sha256, 0, 1 << 20)).hexdigest() == mine.sha256
+
+
+def test_the_same_seed_plays_the_same(tmp_path: Path) -> None:
+    """Otherwise a failing seed could not be replayed."""
+    ends = []
+    for attempt in ("one", "two"):
+        broker = MemoryBroker(7, ROUGH, max_payload=5 * KIB)
+        coordinator = Side(broker, tmp_path / attempt / "c")
+        agent = Side(broker, tmp_path / attempt / "a", "tx2")
+        agent.transfers.want("tx2", coordinator.depot.put(noise(50_000)))
+        play(broker, coordinator, agent, until=lambda agent=agent: bool(agent.errors))
+        ends.append((broker.now_s, broker.published, agent.undecodable))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("way", ["dn", "up"])
+def test_a_transfer_goes_on_where_a_crash_ended_it(tmp_path: Path, way: wire.Direction) -> None:
+    """The puller dies half way, three times, and is started again on the same folder: 60 chunks pass once."""
+    broker = MemoryBroker(max_payload=17 * KIB)
+    size = 60 * 16 * KIB
+    devices = {"dn": ("", "tx2"), "up": ("tx2", "")}[way]
+    server = Side(broker, tmp_path / "server", devices[0])
+    ref = server.depot.put(noise(size))
+    received = 0
+    for crash_at in (size // 4, size // 4, size // 4, math.inf):
+        puller = Side(broker, tmp_path / "puller", devices[1])
+        puller.transfers.want("tx2", ref)
+
+        def moved(puller: Side = puller) -> int:
+            return puller.transfers.traffic_bytes("tx2", way)
+
+        play(broker, server, puller, until=lambda p=puller, at=crash_at: bool(p.errors) or moved() >= at)
+        received += moved()
+        broker.lose(puller.link)
+        for _ in range(2):  # what was on its way goes nowhere
+            broker.now_s += 1.0
+            broker.deliver()
+            server.step(broker.now_s)
+    assert puller.errors == {("tx2", ref.sha256): None}
+    assert puller.depot.has(ref)
+    assert received == size
+
+
+def test_the_serving_side_may_restart_in_the_middle(tmp_path: Path) -> None:
+    """The puller asks on; nothing that is here is sent again but what was on its way."""
+    broker = MemoryBroker(max_payload=17 * KIB)
+    size = 60 * 16 * KIB
+    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
+    ref = coordinator.depot.put(noise(size))
+    agent.transfers.want("tx2", ref)
+    play(broker, coordinator, agent, until=lambda: agent.transfers.traffic_bytes("tx2", "dn") >= size // 2)
+    broker.lose(coordinator.link)
+    away_s = broker.now_s
+    play(broker, agent, until=lambda: broker.now_s > away_s + 60)
+    again = Side(broker, tmp_path / "c")
+    play(broker, again, agent, until=lambda: bool(agent.errors))
+    assert agent.errors == {("tx2", ref.sha256): None}
+    assert agent.transfers.traffic_bytes("tx2", "dn") == size
+
+
+def test_a_new_session_asks_at_once_and_not_after_a_time_out(tmp_path: Path) -> None:
+    """All that was on its way is lost with the connection."""
+    broker = MemoryBroker()
+    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
+    ref = coordinator.depot.put(noise(1_000_000))
+    agent.transfers.want("tx2", ref)
+    agent.step(0.0)
+    coordinator.link.inbox.clear()
+    broker._heap.clear()
+    agent.link.connected = False
+    assert agent.step(0.1) == pytest.approx(1.1)
+    agent.link.connected = True
+    agent.link.session += 1
+    play(broker, coordinator, agent, until=lambda: bool(agent.errors))
+    assert agent.errors == {("tx2", ref.sha256): None}
+    assert broker.now_s < 1.0

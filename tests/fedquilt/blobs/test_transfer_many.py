@@ -1,0 +1,127 @@
+"""Many devices and blobs side by side, and the budgets that they share."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from two_sides import KIB, TOPICS, Side, noise, play, ref_of
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.transport.link import MemoryBroker, MemoryLink
+
+
+def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
+    """Four start together and none has half of its blob before every other has a quarter."""
+    broker, size = MemoryBroker(max_payload=17 * KIB), 64 * 16 * KIB
+    coordinator = Side(broker, tmp_path / "c")
+    agents = [Side(broker, tmp_path / name, name) for name in ("a", "b", "c1", "d")]
+    ref = coordinator.depot.put(noise(size))
+    for agent, name in zip(agents, ("a", "b", "c1", "d"), strict=True):
+        agent.transfers.want(name, ref)
+
+    def moved() -> list[int]:
+        return [coordinator.transfers.traffic_bytes(name, "dn") for name in ("a", "b", "c1", "d")]
+
+    play(broker, coordinator, *agents, until=lambda: max(moved()) >= size // 2)
+    assert min(moved()) >= size // 4
+    play(broker, coordinator, *agents, until=lambda: all(agent.errors for agent in agents))
+    assert all(agent.depot.has(ref) for agent in agents)
+
+
+def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> None:
+    """Two places, four dead devices before one that lives: it is served within a few time-outs."""
+    broker = MemoryBroker()
+    coordinator, agent = Side(broker, tmp_path / "c", max_pulls=2), Side(broker, tmp_path / "a", "alive")
+    ref = agent.depot.put(noise(2_000_000))
+    for number in range(4):
+        coordinator.transfers.want(f"dead{number}", ref_of(bytes([number])))
+    coordinator.transfers.want("alive", ref)
+    play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
+    assert coordinator.errors == {("alive", ref.sha256): None}
+    assert broker.now_s < 10.0
+    play(broker, coordinator, agent, until=lambda: len(coordinator.errors) == 5)
+    assert coordinator.errors["dead3", ref_of(bytes([3])).sha256] == "no answer for 300 s"
+
+
+def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path: Path) -> None:
+    """Also when the first of them is gone."""
+    broker = MemoryBroker()
+    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
+    ref = agent.depot.put(noise(600_000))
+    coordinator.transfers.want("dead", ref)
+    coordinator.transfers.want("alive", ref)
+    play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
+    assert coordinator.errors == {("dead", ref.sha256): None, ("alive", ref.sha256): None}
+    assert coordinator.transfers.traffic_bytes("alive", "up") == 600_000
+
+
+def test_many_small_blobs_arrive_side_by_side(tmp_path: Path) -> None:
+    """100 of them, 16 at a time: two round trips of 2 ms each for every 16, not for every one."""
+    broker = MemoryBroker()
+    coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
+    for number in range(100):
+        agent.transfers.want("tx2", coordinator.depot.put(number.to_bytes(2, "big") * 50))
+    play(broker, coordinator, agent, until=lambda: len(agent.errors) == 100)
+    assert set(agent.errors.values()) == {None}
+    assert broker.now_s < 100 / 16 * 2 * 0.004
+
+
+class SlowLink(MemoryLink):
+    """A link whose queue is emptied by hand."""
+
+    queued = 0
+    most = 0
+
+    @property
+    def backlog(self) -> int:  # type: ignore[override]
+        return self.queued
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        if not reliable:
+            self.queued += len(payload)
+            self.most = max(self.most, self.queued)
+        super().publish(topic, payload, retain=retain, reliable=reliable)
+
+
+def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
+    """Ten devices ask for 20 chunks of 15 KiB; never more than 64 KiB, four chunks, are queued."""
+    broker = MemoryBroker(max_payload=16 * KIB)
+    link = SlowLink(broker, None)
+    depot = Depot(tmp_path)
+    ref = depot.put(noise(20 * 15 * KIB))
+    transfers = Transfers(link, depot, TOPICS, "dn", lambda device, sha256: True, budget_bytes=64 * KIB)
+    get = wire.encode(wire.Get(sha256=ref.sha256, chunk=15 * KIB, indices=tuple(range(20))))
+    for number in range(10):
+        transfers.handle(wire.route(TOPICS.device(f"d{number}", "up", "blob/get")), get, 0.0)
+    steps, now_s = 0, 0.0
+    while (due_s := transfers.step(now_s)) != math.inf:
+        assert due_s > now_s
+        now_s, steps = due_s, steps + 1
+        link.queued = 0
+    assert link.most == 60 * KIB
+    assert steps == 200 / 4 - 1
+    assert all(transfers.traffic_bytes(f"d{number}", "dn") == ref.size for number in range(10))
+
+
+def test_no_more_is_asked_for_than_the_budget(tmp_path: Path) -> None:
+    """Twelve devices are pulled from at once, but only 64 KiB may be on their way."""
+    broker = MemoryBroker(max_payload=16 * KIB)
+    coordinator = Side(broker, tmp_path / "c", budget_bytes=64 * KIB)
+    agents = [Side(broker, tmp_path / f"d{number}", f"d{number}") for number in range(12)]
+    for number, agent in enumerate(agents):
+        coordinator.transfers.want(f"d{number}", agent.depot.put(noise(200_000, number)))
+    most = 0
+
+    def over() -> bool:
+        nonlocal most
+        inbox = sum(len(m.payload) for m in coordinator.link.inbox)
+        flying = sum(len(m.payload) for _, _, link, m in broker._heap if link is coordinator.link)
+        most = max(most, inbox + flying)
+        return len(coordinator.errors) == 12
+
+    play(broker, coordinator, *agents, until=over)
+    assert set(coordinator.errors.values()) == {None}
+    assert 45 * KIB <= most <= 64 * KIB + 12 * KIB  # and the manifests

@@ -1,0 +1,67 @@
+"""Metrics as whoever reads them gets them."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+
+from fedquilt import open_metrics
+from fedquilt.core import JobError
+from fedquilt.open_metrics import Family
+
+FAMILIES = [
+    Family("fq_jobs", "counter", "jobs so far", (), [((), 3.0)]),
+    Family("fq_watts", "gauge", "watts", ("device",), [(("a",), 2.5), (("b",), 7.0)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("listen", "place"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("[::1]:80", ("::1", 80)),
+        ("board.site:65535", ("board.site", 65535)),
+        ("localhost:0", ("localhost", 0)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(listen: str, place: tuple[str, int]) -> None:
+    """An IPv6 address is written in brackets, which are none of it."""
+    assert open_metrics.address(listen) == place
+
+
+@pytest.mark.parametrize("listen", ["9464", ":9464", "host:", "host:65536", "host:-1", "host:1e3", "host:٣"])
+def test_what_is_no_address_is_refused_with_an_example(listen: str) -> None:
+    """Before anything is imported or opened."""
+    with pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"):
+        open_metrics.address(listen)
+
+
+def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> None:
+    """A counter's name ends in _total; the same place can be taken at once by whoever comes next."""
+    pytest.importorskip("prometheus_client")
+    listen = "127.0.0.1:0"
+    for _ in range(2):
+        with open_metrics.served(listen, lambda: FAMILIES) as where:
+            listen = where.removeprefix("http://").removesuffix("/metrics")
+            with urllib.request.urlopen(where, timeout=20) as answer:
+                text = answer.read().decode().splitlines()
+        assert {"fq_jobs_total 3.0", 'fq_watts{device="a"} 2.5', 'fq_watts{device="b"} 7.0'} <= set(text)
+        assert any(line.startswith("# TYPE fq_jobs") and line.endswith(" counter") for line in text)
+        assert "# TYPE fq_watts gauge" in text
+
+
+def test_nothing_is_served_where_nobody_asked_for_it() -> None:
+    """Nor is anything collected."""
+    with open_metrics.served(None, lambda: pytest.fail("collected")) as where:
+        assert where == ""
+
+
+def test_a_place_that_is_taken_is_named_with_the_mend() -> None:
+    """By another process, say."""
+    pytest.importorskip("prometheus_client")
+    with open_metrics.served("127.0.0.1:0", lambda: FAMILIES) as where:
+        taken = where.removeprefix("http://").removesuffix("/metrics")
+        again = open_metrics.served(taken, lambda: FAMILIES)
+        with pytest.raises(JobError, match=f"cannot be served at {taken}: .*choose another"), again:
+            pytest.fail("served twice")

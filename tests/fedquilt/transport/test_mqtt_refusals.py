@@ -1,0 +1,138 @@
+"""Brokers, ports and certificates that do not fit are named with the mend."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fedquilt.core import LinkError
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
+
+if TYPE_CHECKING:
+    from tests.conftest import Authority, Mosquitto, Stage
+
+
+@pytest.fixture
+def secured(mosquitto: Callable[..., Mosquitto], authority: Authority, tmp_path: Path) -> Mosquitto:
+    """Mutual TLS; a certificate's name is its user, and a user reaches its own branch only."""
+    cert, key = authority.issue("broker", "127.0.0.1")
+    (tmp_path / "acl").write_text(
+        "user coordinator\ntopic readwrite fq/#\n"
+        "pattern write fq/1/+/dev/%u/up/#\npattern read fq/1/+/dev/%u/dn/#\n"
+        "pattern read fq/1/+/coord/state\npattern read fq/1/+/job/#\n"
+    )
+    return mosquitto(
+        f"cafile {authority.ca}",
+        f"certfile {cert}",
+        f"keyfile {key}",
+        "require_certificate true",
+        "use_identity_as_username true",
+        "allow_anonymous false",
+        f"acl_file {tmp_path / 'acl'}",
+    )
+
+
+def test_a_device_reaches_its_own_branch_only(secured: Mosquitto, authority: Authority, stage: Stage) -> None:
+    """What it writes or asks for elsewhere arrives nowhere, although its subscription is granted."""
+    secure_url = secured.url.replace("mqtt:", "mqtts:")
+
+    def settings(name: str) -> Broker:
+        cert, key = authority.issue(name)
+        return Broker.parse(secure_url, ca=authority.ca, cert=cert, key=key)
+
+    coordinator = stage.join(settings("coordinator"), "coordinator", "fq/1/f/dev/+/up/#")
+    stage.join(settings("dev-a"), "dev-a", "fq/1/f/dev/dev-a/dn/#", "fq/1/f/dev/dev-b/dn/#", "fq/1/f/coord/state")
+    stage.until(lambda: all(link.connected for link in stage.links))
+    device = stage.links[1]
+    device.publish("fq/1/f/dev/dev-b/up/claim", b"forged")
+    device.publish("fq/1/f/coord/state", b"forged")
+    device.publish("fq/1/f/dev/dev-a/up/claim", b"own")
+    stage.until(lambda: stage.heard["coordinator"])
+    coordinator.publish("fq/1/f/dev/dev-b/dn/task", b"for b")
+    coordinator.publish("fq/1/f/coord/state", b"state")
+    coordinator.publish("fq/1/f/dev/dev-a/dn/task", b"for a")
+    stage.until(lambda: b"for a" in stage.payloads("dev-a"))
+    assert stage.payloads("coordinator") == [b"own"]
+    assert stage.payloads("dev-a") == [b"state", b"for a"]
+    assert device.dropped == 2
+    assert "Not authorized" in str(device.problem)
+
+
+def refusal(settings: Broker, stage: Stage, name: str = "agent") -> str:
+    """What `connect` says, which must be what `problem` says."""
+    link = stage.join(settings, name)
+    with pytest.raises(LinkError) as caught:
+        link.connect(timeout_s=10.0)
+    assert str(caught.value) == link.problem
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_tls_refusals_name_the_certificate_and_the_mend(
+    secured: Mosquitto, authority: Authority, stranger: Authority, stage: Stage
+) -> None:
+    """A broker we do not know, no certificate of ours, one the broker does not know, another name, no TLS."""
+    url = secured.url.replace("mqtt:", "mqtts:")
+    cert, key = authority.issue("dev-a")
+    odd, odd_key = stranger.issue("dev-a")
+    assert f"{stranger.ca} did not sign it" in refusal(Broker.parse(url, ca=stranger.ca), stage)
+    assert "no authority of this system signed it" in refusal(Broker.parse(url), stage)
+    assert "give cert and key" in refusal(Broker.parse(url, ca=authority.ca), stage)
+    said = refusal(Broker.parse(url, ca=authority.ca, cert=odd, key=odd_key), stage)
+    assert "signed by the broker's CA" in said or "another certificate" in said
+    by_name = Broker.parse(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
+    assert "is for another name" in refusal(by_name, stage)
+    plain = MqttLink(Broker.parse(secured.url), "agent")
+    with pytest.raises(LinkError, match="is mqtts:// needed"):
+        plain.connect(timeout_s=0.3)
+    plain.close()
+
+
+def test_a_port_without_tls_says_so(mosquitto: Callable[..., Mosquitto]) -> None:
+    """mqtts:// to a plain listener; a broker that restarts looks the same, so a command goes on trying."""
+    link = MqttLink(Broker.parse(mosquitto().url.replace("mqtt:", "mqtts:")), "agent")
+    with pytest.raises(LinkError, match="use its TLS port"):
+        link.connect(timeout_s=0.3)
+    link.close()
+
+
+def test_a_refused_connection_names_where_and_what_to_start() -> None:
+    """A command waits as long as it was told to, in case the broker is just starting."""
+    link = MqttLink(Broker.parse("mqtt://127.0.0.1:1"), "agent")
+    with pytest.raises(LinkError, match=r"nothing listens at mqtt://127\.0\.0\.1:1 .*start the broker"):
+        link.connect(timeout_s=0.2)
+    link.close()
+
+
+def test_a_name_that_does_not_exist_is_said_at_once(stage: Stage) -> None:
+    """`.invalid` never exists; a machine without a network has no resolver to say so."""
+    link = MqttLink(Broker.parse("mqtt://broker.invalid"), "agent")
+    with pytest.raises(LinkError, match=r"no address is known for 'broker\.invalid'"):
+        link.connect(timeout_s=0.2)
+    link.close()
+
+
+def test_a_wrong_password_is_said_and_never_shown(
+    mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right, wrong and none; at the most talkative log level there is."""
+    caplog.set_level(logging.DEBUG)
+    passwords = tmp_path / "passwords"
+    passwords.write_text("me:s3cret-right\n")
+    subprocess.run(["mosquitto_passwd", "-U", str(passwords)], check=True)
+    url = mosquitto("allow_anonymous false", f"password_file {passwords}").url
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("s3cret-right\n")
+    wrong.write_text("s3cret-wrong\n")
+    good = stage.join(Broker.parse(url.replace("//", "//me@"), password_file=right), "good")
+    stage.until(lambda: good.connected)
+    said = refusal(Broker.parse(url.replace("//", "//me@"), password_file=wrong), stage, "wrong")
+    assert f"check the user and the password in {wrong}" in said
+    assert "a client without a user" in refusal(Broker.parse(url), stage, "nobody")
+    assert "s3cret" not in caplog.text + said + repr(good.broker)

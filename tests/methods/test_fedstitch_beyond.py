@@ -1,0 +1,244 @@
+"""What a search does beyond the paper: residuals of its junctions, paths that are given up, which path is next."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from searches import FULL, play, played
+
+from fedquilt.core import Contribution
+from fedquilt.methods.fedstitch import METHOD, Params, State
+from fedquilt.models.stitching import candidates, class_moments, least_squares, search, stitched, vote
+from fedquilt.models.stitching.search_state import Net
+from fedquilt.testing.toys import SMALL, build, members
+
+
+@pytest.mark.parametrize("mode", ["default", "paper"])
+def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) -> None:
+    """Solved from all sums in the devices' order, to the bit; the residual is that of leaving one device out."""
+    fits: dict[int, dict[str, Contribution]] = {}
+
+    def fold(state: State, total: Any, update: Contribution) -> Any:
+        if state.phase == "fit":
+            fits.setdefault(state.turn, {})[update.device] = update
+        return METHOD.fold(state, total, update)
+
+    run = played(replace(METHOD, fold=fold), mode=mode)
+    assert fits
+    seen = 0
+    for before, after in itertools.pairwise(run):
+        if before.phase != "fit":
+            continue
+        answers = [fits[before.turn][device] for device in sorted(fits[before.turn])]
+        for i, name in enumerate(search.projected(before)):
+            channels = before.stock.blocks[before.current.path[-1]].out_shape[0], before.stock.blocks[name].in_shape[0]
+            parts = [least_squares.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
+            path = (*before.current.path, name)
+            solved = least_squares.solve(least_squares.merge(parts), before.params.ridge)[0].astype(np.float32)
+            left = least_squares.left_out(parts, before.params.ridge)
+            mean = np.average(left, weights=[part.yy for part in parts])
+            [line] = [line for line in METHOD.explain(after) if line.startswith(f"to {name}: ")]
+            assert f"it leaves {100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst" in line
+            for net in (*after.frontier, *after.finished, after.current):
+                if net and net.path == path:  # the frontier is gone once the search has ended
+                    assert net.residuals == (*before.current.residuals, pytest.approx(mean))
+                    assert np.array_equal(after.junctions[stitched.junction_name(path)]["weights"], solved)
+                    seen += 1
+    assert seen > 3
+
+
+def test_the_result_names_the_worst_junction_of_each_network() -> None:
+    """A donor's own succession has none; a head replaces the junction before the last block."""
+    last = FULL[-1]
+    told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
+    blocks = last.stock.blocks
+    native = [taps for taps in told if all(stitched.is_native([blocks[name] for name in path]) for path in taps)]
+    assert native
+    assert all(told[taps] is None for taps in native)
+    stitched_ones = 0
+    for finalist in last.finalists:
+        known = [each for each in finalist.residuals[:-1] if each is not None]
+        stitched_ones += bool(known)
+        assert told[(finalist.path[:-1],)] == (max(known) if known else None)
+        assert len(finalist.residuals) == len(finalist.path) - 1
+    assert stitched_ones
+    finalist = replace(last.finalists[0], path=("ash.0", "elm.1", "elm.2"), residuals=(0.1, 0.7))
+    [whole] = METHOD.result(replace(FULL[0], finalists=(finalist,))).meta["search"]
+    assert whole["residual"] == 0.7  # it keeps its last block
+    z, y = np.random.default_rng(0).normal(size=(60, 5)), np.arange(60) % 3
+    alone = replace(FULL[0].params, join=False)
+    gathered = replace(FULL[0], params=alone, finalists=(finalist,), taps=(finalist.path[:-1],))
+    [headed] = candidates.solved(gathered, class_moments.merge([], [class_moments.part(z, y, 3)]))
+    assert (headed.kind, headed.residual) == ("stitched", 0.1)
+
+
+def test_of_a_single_device_nothing_can_be_left_out() -> None:
+    """The residual is unknown, not zero, and weighs nothing."""
+    run = play(members(1), residual="weigh")
+    assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
+    assert any("is not known" in line for state in run for line in METHOD.explain(state))
+
+
+def voted(*winners: vote.Winner, **changes: Any) -> State:
+    """The path ash.0, score 0.9, after a vote on every block, with nothing else on the frontier."""
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, **changes}), 3)
+    net = Net(("ash.0",), search.beginnings(state.stock)[0].pool, 0.9)
+    return replace(state, current=net, frontier=(), winners=winners)
+
+
+def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
+    """0.9 * 0.5 * (1 - 0.2) = 0.36; a residual above 1 leaves 0; only told, it changes nothing."""
+    winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.5, 1)
+    left = {"elm.1": 0.2, "fir.1": 1.4}
+
+    def scores(**changes: Any) -> dict[str, float]:
+        grown = search.grow(voted(*winners, **changes), {}, left)
+        return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
+
+    assert scores(residual="weigh") == pytest.approx({"elm.1": 0.36, "fir.1": 0.0})
+    assert scores() == pytest.approx({"elm.1": 0.45, "fir.1": 0.45})
+
+
+def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
+    """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
+    winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
+    grown = search.grow(voted(*winners, stop_below=0.6), {})
+    assert grown.current is not None
+    assert grown.current.path == ("ash.0", "fir.1")
+    assert grown.frontier == ()
+    assert METHOD.explain(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
+
+
+def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
+    """A finished network before a better-scoring partial one; among partial ones the best goes on."""
+    partial, end, poor = (
+        vote.Winner("elm.1", 1.0, 0.5, 1),
+        vote.Winner("fir.2", 1.0, 0.2, 1),
+        vote.Winner("fir.1", 1.0, 0.1, 1),
+    )
+    ended = search.grow(voted(partial, end, stop_below=0.6), {})
+    assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
+    assert ended.phase == "gather"
+    taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
+    assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
+    going = search.grow(voted(poor, partial, stop_below=0.6), {})
+    assert going.current is not None
+    assert going.current.path == ("ash.0", "elm.1")
+    assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
+
+
+def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
+    """With its junctions; and a finished network that scores too low does not count beside a good one."""
+    low, end, low_end = (
+        vote.Winner("elm.1", 1.0, 0.5, 1),
+        vote.Winner("fir.2", 1.0, 0.9, 1),
+        vote.Winner("elm.2", 1.0, 0.1, 1),
+    )
+    blank = {"weights": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
+    fitted = {stitched.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
+    before = voted(low, end, low_end, stop_below=0.6)
+    going_on = replace(before, frontier=search.beginnings(before.stock)[1:])
+    for state in (before, going_on):
+        grown = search.grow(state, fitted)
+        assert [net.path for net in grown.finished] == [("ash.0", "fir.2")]
+        assert grown.given_up == ()
+        assert set(grown.junctions) == {stitched.junction_name(("ash.0", "fir.2"))}
+
+
+def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
+    """However many partial networks are left: they would be given up one by one."""
+    before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
+    before = replace(before, frontier=search.beginnings(before.stock)[1:])
+    assert search.grow(before, {}).phase == "score"
+    spent = search.grow(replace(before, expansions=before.params.expansions), {})
+    assert spent.phase == "gather"
+    assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
+
+
+def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
+    """Nothing but a donor's own succession reaches 1, and that is excluded: all is given up, one is taken back."""
+    hasty = play(stop_below=1.0, native_continuation="exclude", spread=False)
+    patient = play(native_continuation="exclude", spread=False)
+    assert len(hasty) < len(patient)
+    assert METHOD.result(hasty[-1]).meta["taps"]
+    lines = [line for state in hasty for line in METHOD.explain(state)]
+    assert any(line.startswith("given up ") for line in lines)
+    assert any(line.startswith("taken back") for line in lines)
+
+
+def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, ...]:
+    """The path that is next of some with their scores."""
+    params = replace(FULL[0].params, **{"completion": False, **changes})
+    frontier = tuple(Net(path, (), score) for path, score in nets)
+    return search.pick(replace(FULL[0], params=params, frontier=frontier)).path
+
+
+def test_the_next_path_is_the_one_that_promises_most() -> None:
+    """0.6 half-way through a donor before 0.9 at a beginning; how many blocks a donor is cut into is no matter."""
+    assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
+    assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)
+    assert picked((("ash.0",), 0.51), (("elm.0",), 0.5)) == ("ash.0",)  # of four blocks and of three
+    assert picked((("ash.0",), 0.5), (("elm.0",), 0.51)) == ("elm.0",)
+
+
+def test_a_path_promises_no_more_for_blocks_that_it_left_out() -> None:
+    """The donor's own next block at score 1 before the one after it at 0.97: neither has run more than the other."""
+    assert picked((("ash.0", "ash.2"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "ash.1")
+    assert picked((("ash.0", "elm.1"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "elm.1")  # half a donor, a third
+
+
+def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
+    """Of equal scores; a better score comes before all of them."""
+    whole = [("ash.0", "ash.1", "ash.2"), ("ash.0", "ash.1"), ("ash.0",), ("elm.0", "elm.1"), ("elm.0",)]
+    left, found = [(path, 1.0) for path in whole], []
+    while left:
+        found.append(picked(*left, completion=True))
+        left.remove((found[-1], 1.0))
+    assert found == [("ash.0", "ash.1"), ("elm.0", "elm.1"), ("ash.0",), ("elm.0",), ("ash.0", "ash.1", "ash.2")]
+    assert picked(*((path, 1.0) for path in whole[1:]), (whole[0], 1.1), completion=True) == whole[0]
+
+
+def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None:
+    """In eight votes, most of the networks with blocks of two donors; too few are told with the reason."""
+    last = FULL[-1]
+    paths = {finalist.path[:-1] for finalist in last.finalists}
+    assert len(paths) >= 10
+    assert sum(len({name.split(".")[0] for name in path}) > 1 for path in paths) >= 5
+    assert not any(line.startswith(("only ", "all networks")) for state in FULL for line in METHOD.explain(state))
+    told = lambda **changes: [line for state in play(**changes) for line in METHOD.explain(state)]  # noqa: E731
+    assert any(
+        "only 5 distinct networks are validated: the budget was spent (1 ex" in each for each in told(expansions=1)
+    )
+    narrow = told(max_upsampling=1.0, depth=4, k=1, completion=False)
+    assert any(line.startswith("only ") and " are validated" in line for line in narrow)
+
+
+def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
+    """ash.0 > elm.1 is finished by elm.2, which is its native end; its maps are offered what another donor has."""
+    grown = search.grow(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
+    assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
+    ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))
+    assert (ended.score, ended.residuals) == (0.45, (None, None))
+    started = FULL[0]
+    assert {net.path for net in started.finished} == {donor.blocks for donor in started.stock.donors.values()}
+    blocks = started.stock.blocks
+    for state in FULL:
+        if state.phase == "score":
+            own = blocks[state.current.path[-1]]
+            assert not any(stitched.continues(own, blocks[name]) for name in state.pool)
+            assert not any(blocks[name].kind == "end" for name in state.pool)
+
+
+def test_the_depth_follows_the_donors() -> None:
+    """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
+    bundle, _ = build()
+    free = {name: value for name, value in SMALL.items() if name != "depth"}
+    assert METHOD.init(bundle, Params(**free), 3).params.depth == 4
+    assert METHOD.init(bundle, Params(**free, depth=7), 3).params.depth == 7
+    shallow = METHOD.init(bundle, Params(**free, depth=3), 3)
+    assert {net.path[0] for net in shallow.finished} == {"elm.0", "fir.0"}

@@ -1,0 +1,206 @@
+"""How a search scores candidates: by variance, by output, by the labels; and what that costs a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from searches import play, played
+
+from fedquilt.core import BlobRef, Contribution, DeviceView, JobError
+from fedquilt.data import images
+from fedquilt.methods.fedstitch import METHOD, Params, State
+from fedquilt.models.stitching import block_runner, scoring, search, stitched
+from fedquilt.models.stitching.search_state import Net
+from fedquilt.testing.toys import SMALL, build, given, members
+from fedquilt.tools.bench import naive
+
+
+# -- scores ---------------------------------------------------------------------------------------
+def score_answers(**changes: Any) -> tuple[State, dict[str, np.ndarray], dict[str, float]]:
+    """What one device answers when the path is ash.0 > ash.1."""
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
+    net = Net(("ash.0", "ash.1"), search.beginnings(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
+    seen: list[Contribution] = []
+    spy = replace(
+        METHOD,
+        init=lambda bundle, params, seed: state,
+        fold=lambda state, total, update: seen.append(update) or METHOD.fold(state, total, update),
+    )
+    played(spy, members(1), rounds=1)
+    return state, dict(seen[0].bundles["scores"]), dict(seen[0].metrics)
+
+
+@pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
+@pytest.mark.parametrize("estimator", ["unbiased", "biased"])
+@pytest.mark.parametrize("maps", ["flatten", "gap", "position"])
+def test_the_native_next_block_always_scores_one(score_at: str, estimator: str, maps: str) -> None:
+    """After ash.0 > ash.1 comes ash.2, exactly 1; every other block scores less."""
+    state, scores, _ = score_answers(score_at=score_at, estimator=estimator, maps=maps)
+    native = state.pool.index("ash.2")
+    assert scores["score"][native] == 1.0
+    assert scores["screen"][native] == 1.0
+    assert all(score < 1 for j, score in enumerate(scores["score"]) if j != native)
+
+
+def test_a_penalised_native_block_scores_less_by_the_penalty() -> None:
+    """With penalty 0.25 the donor's own next block scores 0.75."""
+    state, scores, _ = score_answers(native_continuation="penalise", native_penalty=0.25)
+    assert scores["score"][state.pool.index("ash.2")] == 0.75
+
+
+def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> None:
+    """Three of the pool reach level 1: the best by input; their output scores are those of mode output."""
+    _, hybrid, _ = score_answers(score_at="hybrid", k=3)
+    _, coarse, _ = score_answers(score_at="input")
+    _, fine, _ = score_answers(score_at="output")
+    reached = np.flatnonzero(hybrid["level"])
+    assert len(reached) == 3
+    assert set(hybrid["picks"].tolist()) == set(reached.tolist())
+    assert np.allclose(hybrid["score"][reached], fine["score"][reached], atol=1e-6)
+    assert set(np.argsort(-hybrid["screen"])[:3]) == set(reached)
+    # input mode scores the same images: with examples to spare both halves are full
+    assert np.allclose(coarse["screen"], hybrid["screen"], atol=1e-6)
+
+
+def test_references_are_computed_once_per_device() -> None:
+    """By input, a path that is a donor's own needs no run at all once the references are there."""
+    bundle, runner = build()
+    changes = {"score_at": "input", "subrounds": 3}
+    devices = members(1)
+    played(METHOD, devices, runner=runner, rounds=1, seed=0, **changes)
+    first = dict(runner.runs)
+    assert max(first.values()) == 1
+    assert not any(runs for name, runs in first.items() if bundle.meta["blocks"][name[:-5]]["kind"] == "end")
+    played(METHOD, devices, runner=runner, rounds=2, seed=0, **changes)
+    assert runner.runs == {name: 2 * runs for name, runs in first.items()}  # two rounds cost what one does
+
+
+def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray]], list[dict[str, int]], Any]:
+    """Scores and runs of a stitched path's task on one device, now and again, and a way to go on."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
+    path = ("ash.0", "elm.1")
+    net = Net(path, search.beginnings(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
+    weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
+    junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
+    state = replace(state, junctions={stitched.junction_name(path): junction})
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    scores, runs, local = [], [], {}
+
+    def again() -> None:
+        nonlocal local
+        runner.runs = dict.fromkeys(runner.graphs, 0)
+        task, site = given(METHOD, order, members(1)[0], runner, seed=3, local=local, cache=folder)
+        answer = METHOD.work(task, site)
+        local = answer.local
+        scores.append(dict(answer.bundles["scores"]))
+        runs.append({name: count for name, count in runner.runs.items() if count})
+
+    again()
+    again()
+    return scores, runs, again
+
+
+def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
+    """What `bench stitch` measures against: everything run again for each candidate, in whole arrays."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**SMALL), 3)
+    blocks = state.stock.blocks
+    path = [blocks["ash.0"], blocks["elm.1"]]
+    weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
+    junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
+    scores, _, _ = score_twice(tmp_path, score_at="output", positions=40)
+    member = members(1)[0]
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    _, site = given(METHOD, order, member, runner, seed=3, cache=tmp_path)
+    rows = scoring.order(scoring.drawn(site))[:32]
+    shown = images.prepare(member.train.x[rows], state.stock.input)
+    net = Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
+    pool = search.offered(net, state.stock, replace(state.params, native_continuation="exclude"))
+    run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
+    for name, score in zip(pool, scores[0]["score"], strict=True):
+        own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
+        positions = block_runner.positions(16, blocks[name].in_shape, 40)
+        found = naive.output_score(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
+        assert found == pytest.approx(score, abs=1e-5)
+
+
+@pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
+def test_nothing_is_run_twice_that_could_be_kept(score_at: str, tmp_path: Path) -> None:
+    """The second time only the candidates run whose output is scored; the scores are the same bits."""
+    scores, runs, again = score_twice(tmp_path, score_at=score_at)
+    offered = {"ash.2.onnx", "ash.3.onnx", "ash.1.onnx", "elm.2.onnx", "fir.1.onnx", "fir.2.onnx"}
+    assert set(runs[0]) >= {"ash.0.onnx", "elm.1.onnx", "fir.0.onnx"}
+    assert set(runs[1]) <= offered - ({"elm.2.onnx"} if score_at == "input" else set())
+    assert sum(runs[1].values()) == {"input": 0, "output": 5, "hybrid": 3}[score_at]
+    assert all(np.array_equal(scores[0][name], scores[1][name]) for name in scores[0])
+    for path in tmp_path.rglob("*"):  # what is kept is gone: it is computed again, to the same bits
+        if path.is_file():
+            path.unlink()
+    again()
+    assert all(np.array_equal(scores[0][name], scores[2][name]) for name in scores[0])
+
+
+def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> None:
+    """Those far below the K-th best run on 6 images only, and rank below all that were scored on 16."""
+    full, _, _ = score_twice(tmp_path / "full", score_at="output")
+    scores, runs, _ = score_twice(tmp_path / "early", score_at="output", early=6, early_margin=0.0)
+    level, kept = scores[1]["level"], full[1]["score"]
+    assert 0 < level.sum() < len(level)
+    assert np.array_equal(scores[1]["score"][level == 1], kept[level == 1])
+    assert scores[1]["score"][level == 0].max() < np.sort(kept[level == 1])[-2]
+    assert set(scores[1]["picks"].tolist()) <= set(np.flatnonzero(level).tolist())
+    assert sum(runs[1].values()) == 2 * level.sum() + (level == 0).sum()
+    generous, _, _ = score_twice(tmp_path / "never", score_at="output", early=6, early_margin=1.0)
+    assert generous[1]["level"].all()
+    assert np.array_equal(generous[1]["score"], kept)
+
+
+def test_a_task_brings_only_the_files_it_needs() -> None:
+    """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "score_at": "input", "completion": False}), 3)
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    assert order.work.flops > 0
+    assert order.work.peak_bytes > 0
+    repeat = METHOD.send(state, DeviceView("dev-0", None, (0,)))
+    assert repeat is not None
+    assert repeat.work.flops < order.work.flops
+    sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
+    assert sent == {name for name in bundle.files if bundle.meta["blocks"][name[:-5]]["kind"] != "end"}
+
+
+# -- label-aware scores ---------------------------------------------------------------------------
+@pytest.mark.parametrize("criterion", ["labels", "residual"])
+def test_outputs_can_be_judged_by_the_labels(criterion: str) -> None:
+    """A whole search ends in a network; the donor's own next block scores what its own output says of the labels."""
+    last = play(criterion=criterion)[-1]
+    assert METHOD.done(last)
+    assert max(each["accuracy"] for each in METHOD.result(last).meta["search"]) > 0.8
+    state, scores, _ = score_answers(criterion=criterion, score_at="output")
+    own = scores["score"][state.pool.index("ash.2")]
+    assert 0 < own < 1
+    _, again, _ = score_answers(criterion=criterion, score_at="hybrid")
+    assert again["score"][state.pool.index("ash.2")] == own
+    assert (again["screen"] == score_answers(score_at="hybrid")[1]["screen"]).all()
+    _, less, _ = score_answers(
+        criterion=criterion, score_at="output", native_continuation="penalise", native_penalty=0.25
+    )
+    assert less["score"][state.pool.index("ash.2")] == pytest.approx(0.75 * own)
+
+
+def test_labels_judge_no_inputs() -> None:
+    """All blocks would score the same: what the path puts out."""
+    bundle, _ = build()
+    with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):
+        METHOD.init(bundle, Params(criterion="labels", score_at="input"), 0)

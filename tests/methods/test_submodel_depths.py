@@ -1,0 +1,165 @@
+"""DepthFL, FeDepth, FT-Full and FT-Part: parts of a network that have fewer of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
+
+from fedquilt import methods
+from fedquilt.core import DeviceView
+from fedquilt.methods import depthfl, fedepth, ft_full, ft_part, heterofl
+from fedquilt.models.partial import depth
+from fedquilt.testing.toys import given
+
+torch = pytest.importorskip("torch")
+
+
+# -- DepthFL and FeDepth --------------------------------------------------------------------------
+def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() -> None:
+    """The engine's cross entropy of the training scores plus the penalty, in value and in gradients.
+
+    An exit learns from each other exit's distribution, which is held still: KL(p_j || p_i), as the public
+    implementation has it. The divergence is not symmetric, so the other direction gives other figures.
+    """
+    F = torch.nn.functional
+    drawn = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    y = torch.tensor([0, 2, 1, 1])
+
+    def losses(scores: list[Any]) -> tuple[Any, Any]:
+        exits = depthfl.Exits((), 3, True, strength=0.5)
+        exits.scores = scores
+        said = torch.stack([F.log_softmax(each, 1) for each in scores]).sum(0)
+        wanted = sum(F.cross_entropy(each, y) for each in scores)
+        for i in range(3):
+            for j in range(3):
+                if i != j:
+                    still = F.softmax(scores[j].detach(), 1)
+                    wanted = wanted + 0.5 / 2 * F.kl_div(F.log_softmax(scores[i], 1), still, reduction="batchmean")
+        return F.cross_entropy(said, y) + exits.penalty(None, None, said, {}), wanted
+
+    gradients = []
+    for which in (0, 1):
+        scores = [each.clone().requires_grad_() for each in drawn]
+        both = losses(scores)
+        assert torch.allclose(*both, atol=1e-5)
+        both[which].backward()
+        gradients.append(torch.stack([each.grad for each in scores]))
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_depthfls_result_says_the_mean_of_all_exits() -> None:
+    """The network "exits", built from its table and the tensors alone, scores as a device with every stage does."""
+    from fedquilt.models.networks import registry
+
+    method, member = methods.load("depthfl"), pictures(1)[0]
+    state = run("depthfl", bundle(), budgets=MIXED)[-1]
+    found, order = method.result(state), method.send(state, view(8 * 10**9))
+    assert order is not None
+    assert method.check is not None
+    task, site = given(method, order, member, engine())
+    network = found.meta["network"]
+    assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
+    assert registry.input_shape(network) == (1, 8, 8)
+    module = registry.build(network).eval()
+    module.load_state_dict({key: torch.tensor(value) for key, value in found.tensors.items()})
+    x, said = torch.rand(2, 1, 8, 8), []
+    for layer in [*module.exit, module.get_submodule(depth.body(depthfl.network(state), 4).head)]:
+        layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
+    assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
+    assert len(said) == 4
+
+
+def test_depthfls_mutual_term_grows_to_one() -> None:
+    """c(0) = exp(-5), c(ramp) = 1 and stays."""
+    method = methods.load("depthfl")
+    order = method.send(method.init(bundle(), method.params(ramp=10), 0), DeviceView("a", None))
+    assert order is not None
+    found = []
+    for number in (0, 10, 99):
+        task, _ = given(method, order, pictures(1)[0], engine(), number=number)
+        found.append(depthfl.exits_of(task).strength)
+    assert found == pytest.approx([np.exp(-5), 1, 1])
+
+
+def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
+    """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
+    method, trained = methods.load("fedepth"), []
+    state = method.init(bundle(), method.params(**SMALL), 0)
+    body = depth.body(fedepth.network(state), 6)
+    found = fedepth.groups(body, 3)
+    assert sorted(name for group in found for name in group.names) == sorted(
+        name for stage in body.stages for name in stage.names
+    )
+
+    class Watch:
+        def train(self, network: Any, start: Any, *rest: Any, **options: Any) -> Any:
+            after, told = engine().train(network, start, *rest, **options)
+            trained.append({name for name in start if not np.array_equal(start[name], after[name])})
+            return after, told
+
+    order, member = method.send(state, view(2 * 10**9)), pictures(1)[0]
+    assert order is not None
+    assert len(order.params["groups"]) == 3
+    task, site = given(method, order, member, Watch())
+    answer = method.work(task, site)
+    assert len(trained) == 3
+    for group, moved in zip(found, trained, strict=True):
+        own = {name for name in moved if not name.startswith(("link.", body.head))}
+        assert own <= set(group.names)
+        assert f"{body.head}.weight" in moved
+    assert answer.metrics["steps"] == 6  # two mini-batches of four, in three groups
+    assert answer.bundles["model"].keys() == order.bundles["model"].keys()
+
+
+# -- FT-Full and FT-Part --------------------------------------------------------------------------
+def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
+    """At 0.4 GB a mini-batch for the whole network does not fit, one for the head does; nothing said: asked.
+
+    With `at_once = 1` neither holds more than one example, but for batch norm that is trained: it takes all of them.
+    """
+    made = bundle()
+    made = replace(made, meta={**made.meta, "example_bytes": 10**7})
+    asked = {}
+    for name in ("ft_full", "ft_part"):
+        method = methods.load(name)
+        state = method.init(made, method.params(batch=20), 0)
+        asked[name] = [method.send(state, view(budget)) is not None for budget in (10**8, 4 * 10**8, 10**9)]
+        assert method.send(state, DeviceView("a", None)) is not None
+        alone = method.init(made, method.params(batch=20, at_once=1), 0)
+        assert (method.send(alone, view(4 * 10**8)) is not None) == (name == "ft_part")
+    assert asked == {"ft_full": [False, False, True], "ft_part": [False, True, True]}
+
+
+def test_ft_part_moves_the_last_layers_alone() -> None:
+    """One layer, then two: all else stays in every bit, statistics of frozen normalisations too."""
+    for count in (1, 2):
+        found = run("ft_part", bundle(), layers=count)
+        first, last = found[0], found[-1]
+        result = ft_part.METHOD.result(last).tensors
+        assert sorted({name.rpartition(".")[0] for name in first.model})[-1] == depth.body(result, 1).head
+        assert all(np.array_equal(first.own[name], result[name]) for name in first.own)
+        assert all(
+            not np.array_equal(first.model[name], last.model[name]) for name in first.model if "num_" not in name
+        )
+        assert len(first.model) == (
+            2 if count == 1 else 8
+        )  # the head's; with a convolution's and its normalisation's five
+
+
+def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
+    """Five tiers want five values."""
+    import msgspec
+
+    bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (heterofl.Params, {"rates": [1.0]}),
+        (fedepth.Params, {"groups": [1, 2, 3, 4, 0]}),
+        (ft_full.Params, {"at_once": 0}),
+    ]
+    for kind, table in bad:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(table, kind)  # type: ignore[arg-type]

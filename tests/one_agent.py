@@ -1,0 +1,189 @@
+"""An agent whose coordinator, board and task process are driven by a test, on virtual time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt import tensors, wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Task, Update, Work, derive_seed
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
+from fedquilt.edge_agent.task.protocol import Event, Order, Outcome
+from fedquilt.edge_agent.task.worker import Worker
+from fedquilt.transport.link import MemoryBroker, MemoryLink
+
+MODEL = {"w": np.arange(4, dtype=np.float32)}
+TOPICS = wire.Topics("f")
+
+
+class Board:
+    """5 W whenever it is asked, as much memory as the test says, and clocks that note what is done to them."""
+
+    board, memory_bytes, idle_w, provenance = "hand-made", 8 << 30, 1.0, "measured"
+    # a task of 1 MFLOP takes 40 or 10 s; above idle 40 or 90 J
+    points = (
+        OperatingPoint(name="slow", flops_per_s=25e3, busy_w=2.0),
+        OperatingPoint(name="fast", flops_per_s=100e3, busy_w=10.0),
+    )
+    available_bytes: int | None = None
+    adjustable = holds = True
+    stuck = ""  # why it takes no clocks
+
+    def __init__(self) -> None:
+        self.clocks: list[str] = []  # the point held, or "-", at each change
+        self.reads_s: list[float] = []
+
+    def read(self, now_s: float) -> Reading:
+        self.reads_s.append(now_s)
+        return Reading(energy_j=5.0 * now_s, energy_source="meter", power_w=5.0, available_bytes=self.available_bytes)
+
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        if self.stuck:
+            raise ClockError(self.stuck)
+        self.clocks.append(point.name)
+        return point
+
+    def release(self) -> None:
+        self.clocks.append("-")
+
+    def cost(self, work: Work, measured: Cost) -> Cost:
+        return measured
+
+
+class Bench:
+    """A worker that ends when the test says so, and writes what the test gives it."""
+
+    resident_bytes = 0
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.killed = 0
+        self.events: list[Event] = []
+
+    def start(self, order: Order, now_s: float) -> None:
+        self.orders.append(order)
+
+    def poll(self, now_s: float) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def due_s(self, now_s: float) -> float:
+        return now_s + 1.0
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def close(self) -> None:
+        self.kill()
+
+    def finish(self, private: float | None = None, **changes: Any) -> None:
+        """The model of the order plus one; private state if the test wants it."""
+        order = self.orders[-1]
+        out = Path(order.out)
+        model = {name: array + 1 for name, array in tensors.read(Path(order.bundles["model"])).items()}
+        ref = write_tensors(out / "bundle", model)
+        os.replace(out / "bundle", out / ref.sha256)
+        left = None if private is None else write_tensors(out / PRIVATE, {"c": np.array([private])})
+        values = {"weight": 3.0, "metrics": {"loss": 0.5}, "bundles": {"model": ref}, "wall_s": 2.0, "cpu_s": 1.5}
+        values["private"] = left
+        self.events.append(Outcome(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))
+
+
+class Site:
+    """One device, one coordinator played by the test, and time that the test moves on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.broker = MemoryBroker(max_payload=2048)
+        self.link = self.broker.connect()
+        self.depot = Depot(folder / "coordinator")
+        self.transfers = Transfers(self.link, self.depot, TOPICS, "dn", lambda device, sha256: True)
+        self.link.subscribe(TOPICS.for_coordinator())
+        self.heard: dict[str, list[Any]] = {}
+        self.board = Board()
+        self.start()
+
+    def start(self, worker: Worker | None = None, **changes: Any) -> None:
+        """A new process on the same folder; one that ran before has died in the middle of whatever it did."""
+        if hasattr(self, "own"):
+            self.broker.lose(self.own)
+        self.bench = Bench()
+        self.own: MemoryLink = self.broker.connect()
+        options = AgentSettings(**{"device": "d", "fleet": "f", "home": str(self.folder / "d"), **changes})
+        self.agent = Agent(self.own, options, self.board, worker or self.bench)
+        self.run()
+
+    def run(self, seconds: float = 0.5) -> None:
+        """Let both sides do what they have to, in steps of 10 ms."""
+        until_s = self.broker.now_s + seconds
+        while self.broker.now_s < until_s:
+            self.broker.now_s += 0.01
+            self.broker.deliver()
+            self.agent.step(self.broker.now_s)
+            self.listen()
+
+    def listen(self) -> None:
+        for message in self.link.receive():
+            route = wire.route(message.topic)
+            if not self.transfers.handle(route, message.payload, self.broker.now_s) and route.kind and message.payload:
+                self.heard.setdefault(route.leaf, []).append(wire.decode(message.payload, route.kind))
+        self.transfers.step(self.broker.now_s)
+        self.transfers.take_done()
+
+    def say(self, leaf: str, message: Any, retain: bool = False) -> None:
+        payload = message if isinstance(message, bytes) else wire.encode(message)
+        self.link.publish(TOPICS.device("d", "dn", leaf), payload, retain=retain)
+        self.run()
+
+    def ask(self, round: int = 0, **changes: Any) -> Task:
+        """Ask for a round's work on MODEL plus the round's number."""
+        model = self.depot.put(tensors.encode({name: array + round for name, array in MODEL.items()}))
+        values: dict[str, Any] = {"attempt": 0, "method": "fedavg", "engine": "numpy", "actions": ("work",)}
+        values |= {"params": {}, "bundles": {"model": model}, "work": Work(flops=1e6), "deadline_s": 60.0}
+        task = Task(**{"job": "j-1", "round": round, "seed": derive_seed(round), **values, **changes})
+        self.say("task", task, retain=True)
+        return task
+
+    def fetch(self, update: Update) -> dict[str, np.ndarray]:
+        """Pull an update's model as the coordinator does."""
+        ref = update.bundles["model"]
+        self.transfers.want("d", ref)
+        self.run()
+        path = self.depot.path(ref.sha256)
+        assert path is not None
+        return tensors.read(path)
+
+    def ack(self, round: int = 0, accepted: bool = True) -> None:
+        self.say("ack", wire.Ack(job="j-1", round=round, attempt=0, accepted=accepted, reason=""))
+
+    def all(self, leaf: str) -> list[Any]:
+        return self.heard.get(leaf, [])
+
+    @property
+    def outbox(self) -> list[str]:
+        return sorted(os.listdir(self.folder / "d/outbox"))
+
+
+def until_claimed(site: Site) -> None:
+    site.ask()
+
+
+def until_finished(site: Site) -> None:
+    until_claimed(site)
+    site.bench.finish(private=1.0)
+
+
+def until_offered(site: Site) -> None:
+    until_finished(site)
+    site.run()

@@ -1,0 +1,43 @@
+"""Searches over toy donors, played to their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedquilt.core import Method
+from fedquilt.methods.fedstitch import METHOD, State
+from fedquilt.testing.toys import SMALL, FakeRunner, build, members
+from fedquilt.testing.toys import play as run_of
+from fedquilt.tools.simulation import Member
+
+
+def play(devices: list[Member] | None = None, seed: int = 3, **changes: Any) -> list[State]:
+    return played(METHOD, devices, seed=seed, **changes)
+
+
+def played(
+    method: Method,
+    devices: list[Member] | None = None,
+    *,
+    seed: int = 3,
+    rounds: int = 1000,
+    cohort: int = 0,
+    runner: FakeRunner | None = None,
+    **changes: Any,
+) -> list[State]:
+    """The states of a search by a double of the method. It ends by itself, or after so many rounds."""
+    bundle, own = build()
+    return run_of(
+        "fedstitch",
+        bundle,
+        members() if devices is None else devices,
+        {**SMALL, **changes},
+        engine=runner or own,
+        method=method,
+        seed=seed,
+        rounds=rounds,
+        cohort={"size": cohort},
+    )
+
+
+FULL = play()

@@ -1,0 +1,66 @@
+"""An agent and a coordinator that move blobs, over a MemoryBroker on virtual time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.core import BlobRef, WireError
+from fedquilt.transport.link import MemoryBroker, simulate
+
+KIB = 1024
+TOPICS = wire.Topics("lab")
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def ref_of(payload: bytes) -> BlobRef:
+    return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+
+
+class Side:
+    """One process that moves blobs: an agent (a device's name) or the coordinator (no name)."""
+
+    def __init__(self, broker: MemoryBroker, folder: Path, device: str = "", **settings: object) -> None:
+        self.finished = False
+        self.link = broker.connect()
+        self.depot = Depot(folder)
+        self.refused: set[tuple[str, str]] = set()
+        self.undecodable = 0
+        self.errors: dict[tuple[str, str], str | None] = {}
+        way: wire.Direction = "up" if device else "dn"
+        self.transfers = Transfers(
+            self.link,
+            self.depot,
+            TOPICS,
+            way,
+            lambda device, sha256: (device, sha256) not in self.refused,
+            **settings,  # type: ignore[arg-type]
+        )
+        self.link.subscribe(TOPICS.for_device(device) if device else TOPICS.for_coordinator())
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def step(self, now_s: float) -> float:
+        for message in self.link.receive():
+            try:
+                assert self.transfers.handle(wire.route(message.topic), message.payload, now_s)
+            except WireError:
+                self.undecodable += 1
+        due_s = self.transfers.step(now_s)
+        for device, sha256, error in self.transfers.take_done():
+            assert (device, sha256) not in self.errors
+            self.errors[device, sha256] = error
+        return due_s
+
+
+def play(broker: MemoryBroker, *sides: Side, until: Callable[[], bool], limit_s: float = 1e6) -> None:
+    simulate(broker, lambda: [(side.link, side) for side in sides], until, limit_s)
