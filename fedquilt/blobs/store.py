@@ -214,7 +214,7 @@ class Depot:
         instead; it has to be on this file system.
 
         Raises:
-            StoreError: also if its content is not `expected`.
+            DamagedBlobError: its content is not `expected`.
         """
         if expected is not None and self.has(expected):
             return expected
@@ -228,7 +228,8 @@ class Depot:
                 self.disk.copy(path, temporary)
             ref = self._synced(temporary)
             if expected not in (None, ref):
-                raise StoreError(f"{path} is not what it should be ({ref.sha256[:12]}, {ref.size} bytes): make it anew")
+                found = f"{ref.sha256[:12]}, {ref.size} bytes"
+                raise chunks.DamagedBlobError(f"{path} is not what it should be ({found}): make it anew")
             if not self.has(ref):
                 self._place(temporary, ref.sha256)
         return ref
