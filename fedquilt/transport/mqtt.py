@@ -2,8 +2,7 @@
 
 One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and nothing
 here ever blocks but the resolver. A caller that computes for long hands the link to a thread of its own, by `tended`.
-MQTT 5 is tried first and 3.1.1 is used if a broker refuses it; nothing depends on which, except the packet limit that
-only MQTT 5 announces.
+MQTT 5 is tried first, and 3.1.1 if a broker refuses it; only the packet limit, which MQTT 5 announces, depends on it.
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
 ReceiveMaximum, keeps an unbounded queue, and repeats for ever the message at which a broker hangs up. So it
