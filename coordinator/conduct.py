@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-RATE: Final = 0.01  # of the coordinator's time
-BURST_S: Final = 0.3
+RATE: Final = 0.0075  # of the coordinator's time
+BURST_S: Final = 0.25
 MESSAGE_S: Final = 1e-3  # of a message that comes alone and wakes the coordinator; of many at once a tenth
 HELLO_S: Final = 2e-3  # of a flight of a handshake
 BYTE_S: Final = 10e-9  # of each of its bytes: decoding
