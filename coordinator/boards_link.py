@@ -20,6 +20,7 @@ from fedquilt.coordinator.boards import Board, Reading, Refusal
 from fedquilt.coordinator.boards_store import FORGOTTEN_S, STEPS, BoardStore
 from fedquilt.coordinator.executors import Heard, OverLink
 from fedquilt.core import StoreError, Task
+from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
 from fedquilt.wire import Telemetry
 
@@ -180,8 +181,10 @@ def _forgotten(board: Board, now: float) -> bool:
 class NotedLink(OverLink):
     """`OverLink` that tells `Boards` what passes through it."""
 
-    def __init__(self, link: Link, fleet: str, depot: Depot, epoch: int, noted: Boards) -> None:
-        super().__init__(link, fleet, depot, epoch)
+    def __init__(
+        self, link: Link, fleet: str, depot: Depot, epoch: int, noted: Boards, identity: Identity | None = None
+    ) -> None:
+        super().__init__(link, fleet, depot, epoch, identity)
         self._noted = noted
 
     def hear(self, now_s: float) -> Iterator[Heard]:

@@ -1,9 +1,10 @@
 """How much of the coordinator's time each device takes: a device that floods is slowed, then set aside by name.
 
 Pure: what came and when goes in, what to do about it comes out. Costs are in seconds of work, as estimated from what
-a message makes the coordinator do; each device may take RATE of them for good, and BURST_S at once. What comes beyond
-is dropped: everything in the protocol is sent again, so an honest device is only slower. Who goes on all the same is
-left unread for a while.
+a message makes the coordinator do; each device may take RATE of them for good, and BURST_S at once. What the
+coordinator wants of it pays for itself: a round for the messages that it takes, a chunk of a model that is sent for the
+first time for the request. What comes beyond is dropped: everything in the protocol is sent again, so an honest
+device is only slower. Who goes on all the same is left unread for a while.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-RATE: Final = 0.01  # of the coordinator's time
-BURST_S: Final = 0.5
-MESSAGE_S: Final = 100e-6  # of any message
+RATE: Final = 0.0075  # of the coordinator's time
+BURST_S: Final = 0.25
+MESSAGE_S: Final = 1e-3  # of a message that comes alone and wakes the coordinator; of many at once a tenth
+HELLO_S: Final = 2e-3  # of a flight of a handshake
 BYTE_S: Final = 10e-9  # of each of its bytes: decoding
-HASHED_BYTE_S: Final = 2e-9  # of each byte that it makes the coordinator read and hash
-DROPPED_MOST: Final = 500  # messages of one device that are dropped in a row of busy seconds before it is set aside
+ROUND_S: Final = 20 * MESSAGE_S  # that a device is granted for a round's task: it takes about ten messages
+DROPPED_MOST: Final = 100  # messages of one device that are dropped in a row of busy seconds before it is set aside
 CALM_S: Final = 60.0  # without a dropped message, after which the count begins anew
 ASIDE_S: Final = 600.0  # for which nothing of it is read
 
@@ -40,13 +42,13 @@ class Conduct:
 
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
-    def message(self, device: str, size: int, now_s: float) -> Verdict:
-        """What to do with a message of so many bytes."""
+    def message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
+        """What to do with a message of so many bytes; `cost_s` is what it costs beside them."""
         account = self._at(device, now_s)
         if now_s < account.until_s:
             return "dropped"
         if account.left_s >= 0:
-            account.left_s -= MESSAGE_S + size * BYTE_S
+            account.left_s -= cost_s + size * BYTE_S
             return "taken"
         if now_s >= account.dropped_s + CALM_S:
             account.dropped = 0
@@ -56,10 +58,13 @@ class Conduct:
             return "aside"
         return "slowed" if account.dropped == 1 else "dropped"
 
-    def hashed(self, device: str, size: int, now_s: float) -> None:
-        """A device has made the coordinator hash so many bytes, to no use or again. It owes BURST_S at the most."""
+    def took(self, device: str, seconds: float, now_s: float) -> None:
+        """A device has made the coordinator work for so long beside its messages; less than 0: it is granted so much.
+
+        It owes BURST_S at the most, and has no more.
+        """
         account = self._at(device, now_s)
-        account.left_s = max(account.left_s - size * HASHED_BYTE_S, -BURST_S)
+        account.left_s = min(max(account.left_s - seconds, -BURST_S), BURST_S)
 
     def _at(self, device: str, now_s: float) -> _Account:
         account = self._accounts.get(device)

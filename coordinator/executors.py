@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -17,13 +17,16 @@ from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Appeared, Arrived, Flooded
-from fedquilt.coordinator.conduct import Conduct
+from fedquilt.coordinator.conduct import ROUND_S
+from fedquilt.coordinator.gate import Gate
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
 from fedquilt.core import BlobRef, JobError, Task, Wired, WireError
 from fedquilt.logs import about
+from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
+from fedquilt.transport.sealed_fleet import FleetLink
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -89,12 +92,6 @@ class Executor(Protocol):
         ...
 
 
-class Slowed(NamedTuple):
-    """A message that was dropped."""
-
-    event: Flooded | None  # with which its device is set aside
-
-
 class OverLink:
     """Executor for devices at the other end of a broker.
 
@@ -103,18 +100,26 @@ class OverLink:
     Args:
         depot: store of the blobs that devices send and fetch.
         epoch: number of this start of the coordinator.
+        identity: with which it is signed, and takes messages of boards alone that have proved to be who they say.
+
+    Raises:
+        JobError: boards would not take the identity for the coordinator's.
     """
 
-    def __init__(self, link: Link, fleet: str, depot: Depot, epoch: int) -> None:
+    def __init__(self, link: Link, fleet: str, depot: Depot, epoch: int, identity: Identity | None = None) -> None:
         self.garbage = Garbage()
-        self._link, self._epoch, self._session = link, epoch, 0
         self._topics = wire.Topics(fleet)
-        self._issues, self._conduct = Issues(link, self._topics), Conduct()
-        self._transfers = Transfers(link, depot, self._topics, "dn", self._issues.may_have)
+        self._gate = Gate(link, self._topics)
+        self._link: Link = self._gate if identity is None else FleetLink(self._gate, identity, fleet)
+        self._epoch, self._session = epoch, 0
+        self._issues = Issues(self._link, self._topics)
+        self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
+        self._transfers = Transfers(self._link, depot, self._topics, "dn", self._issues.may_have)
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
     def hear(self, now_s: float) -> Iterator[Heard]:
         """Yield messages of the link; None first after each new session."""
+        self._gate.now_s = now_s
         if self._link.session != self._session:
             self._session = self._link.session
             self._link.subscribe(self._topics.for_coordinator())
@@ -124,18 +129,22 @@ class OverLink:
             said = self._read(message, now_s)
             if said is not None:
                 yield said
+        for device in self._gate.take_flooded():
+            yield Flooded(device)
         for sentence in self.garbage.due(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
         while done := self._transfers.take_done():
             for device, sha256, error in done:
                 yield from self._brought(device, sha256, error)
+        for device, seconds in self._transfers.take_strain().items():
+            self._gate.took(device, seconds)
         for device in self._issues.due(now_s):
             yield Appeared(device)
 
     def due_s(self, now_s: float) -> float:
         """Send due chunks; the earlier of the next chunk and the next repeated task."""
-        return min(self._transfers.step(now_s), self._issues.next_s())
+        return min(self._transfers.step(now_s), self._issues.next_s(), self._gate.next_s())
 
     def send(self, device: str, task: Task, now_s: float) -> None:
         """Publish the task as a retained message.
@@ -147,6 +156,9 @@ class OverLink:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"a task of {task.method} cannot be sent: {error}") from None
+        if self._granted.get(device) != (task.job, task.round):
+            self._granted[device] = (task.job, task.round)
+            self._gate.took(device, -ROUND_S)
         self._issues.send(device, task, payload, now_s)
 
     def withdraw(self, device: str) -> None:
@@ -205,41 +217,27 @@ class OverLink:
         self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
         self._link.close()
 
-    def _read(self, message: Message, now_s: float) -> Said | Flooded | None:
-        route = None
+    def _read(self, message: Message, now_s: float) -> Said | None:
         try:
             route = wire.route(message.topic)
             if route.direction != "up":
                 return None
-            if route.leaf != "chunk" and (slowed := self._slowed(route.device, message, now_s)):
-                return slowed.event
             if route.leaf == "hello":  # a signed link would have taken it
                 raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle(route, message.payload, now_s) or route.kind is None:
-                for device, size in self._transfers.take_strain().items():
-                    self._conduct.hashed(device, size, now_s)
+                for device in self._transfers.take_unasked():
+                    self._gate.weigh(device, 0)
                 return None
             told = wire.decode(message.payload, route.kind)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             return route.device, told
         except WireError as error:
-            if route is None and (slowed := self._slowed(wire.sender(message.topic), message, now_s)):
-                return slowed.event
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
             return None
-
-    def _slowed(self, device: str, message: Message, now_s: float) -> Slowed | None:
-        """Whether a message is dropped, because its device sends more than can be answered."""
-        verdict = self._conduct.message(device, len(message.payload), now_s)
-        if verdict == "slowed":
-            log.warning(
-                "%s sends more than can be answered: what comes too fast is dropped", device, extra=about(device=device)
-            )
-        return None if verdict == "taken" else Slowed(Flooded(device) if verdict == "aside" else None)
 
     def _brought(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
         missing = self._fetching.get(device)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import tensors
+from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.facts import Rounds
 from fedquilt.core import BlobRef, Contribution, JobError, StoreError, Update
+from fedquilt.disk import doing
 from fedquilt.wire import Claim
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -90,11 +92,18 @@ def restore(depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:
     """Store the files of a bundle that the depot lacks, or whose copies there are damaged.
 
     Raises:
-        JobError: the bundle's own file is not what the bundle says.
+        JobError: the bundle's own file is not what the bundle says, or cannot be read.
+        StoreError: the depot cannot be written.
     """
     for name, ref in files.items():
         if not depot.has(ref):
+            source = folder / "blobs" / ref.sha256
             try:
-                depot.put_file(folder / "blobs" / ref.sha256, ref)
+                with doing(f"read {source}"):
+                    source.open("rb").close()
             except StoreError as error:
+                raise JobError(f"{folder}: file {name!r} cannot be used ({error})") from None
+            try:
+                depot.put_file(source, ref)
+            except DamagedBlobError as error:
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None

@@ -263,7 +263,7 @@ class Agent:
         for name, ref in task.bundles.items():
             path = depot.file(ref.sha256)
             if path is None:
-                raise StoreError(f"bundle {name!r} has vanished from {depot.folder}: leave that folder to the agent")
+                raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
             paths[name] = path
         self.local.used(task.bundles.values())
         private = self.local.private(task.job, task.counted)

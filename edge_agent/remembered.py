@@ -145,6 +145,10 @@ class Remembered:
         self._disk.put(self._file, wire.encode(Ledger(jobs=self._jobs)), durable=self._durable)
         self._clear(job, left)
 
+    def moved(self, key: Key) -> bool:
+        """Whether the private state that a round has left is in its place, be the round counted or not."""
+        return any((each.job, each.round) == key for each in self._kept())
+
     def note(self, key: Key) -> None:
         """Remember in this process alone that a round was counted which has left no private state."""
         if (entry := self._jobs.get(key[0])) is not None:

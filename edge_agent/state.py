@@ -114,7 +114,8 @@ class Local:
                 if update is None or (last and update.round <= last.round and update.epoch <= last.epoch):
                     self._remove(folder)
                 else:
-                    updates[update.job, update.round] = (update, self._left_in(folder) is not None)
+                    key = (update.job, update.round)
+                    updates[key] = (update, self._left_in(folder) is not None or self._remembered.moved(key))
         return updates, counted
 
     def _stored(self, folder: Path) -> Update | None:

@@ -4,7 +4,8 @@
     python tests/flips.py --seed 17
 
 A coordinator and its devices are killed in the middle of a round, or have finished. Then one bit of one file that they
-keep is flipped, and the job goes on to its end, or its result is read. A flip has to come to one of these:
+keep is flipped, whose times stay as they were, and the job goes on to its end, or its result is read. Or the job goes
+on first, and the bit is flipped under the running processes. A flip has to come to one of these:
 
     same      the result is that of the run without it, bit for bit
     refused   there is no result; an error, a warning or the run's log says what is damaged
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import random
 import re
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -114,22 +116,25 @@ class Ground:
         roll = random.Random(seed)
         method, codec = roll.choice(KINDS)
         name = f"{method}-{codec}"
-        half = roll.random() < 0.7
-        with self._at(f"{name}-half" if half else f"{name}-whole") as federation:
-            folder = federation.folder
-            kept = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
-            places = [path for path in kept if path.suffix != ".npz" and (half or not _device(folder, path))]
-            path = roll.choice(places)
-            payload = bytearray(path.read_bytes())
-            bit = roll.randrange(8 * len(payload))
-            payload[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(payload)
-            file = f"{name} {path.relative_to(folder)}, bit {bit}"
+        situation = roll.choices(("half", "on", "whole"), (4, 3, 3))[0]
+        with self._at(f"{name}-whole" if situation == "whole" else f"{name}-half") as federation:
+            flipped, facts = [], roll.randint(1, 12)
+
+            def later(fact: AnyFact) -> bool:
+                flipped.append(_flip(roll, federation.folder, True) if len(flipped) == facts - 1 else "")
+                return False
+
+            if situation != "on":
+                flipped.append(_flip(roll, federation.folder, situation == "half"))
             with hearing() as lines:
                 try:
-                    same, notes = self._gone_on(name, federation) if half else self._as_before(name, federation)
+                    if situation == "whole":
+                        same, notes = self._as_before(name, federation)
+                    else:
+                        same, notes = self._gone_on(name, federation, later if situation == "on" else None)
                 except (FedquiltError, TimeoutError) as error:
                     same, notes = False, [str(error)]
+        file = f"{name} {situation} {''.join(flipped)}"
         said = "; ".join([*notes, *lines])
         if same:
             return Result("same", file, said)
@@ -137,8 +142,10 @@ class Ground:
             return Result("noted", file, said)
         return Result("refused" if NAMED.search(said) else "SILENT", file, said)
 
-    def _gone_on(self, name: str, federation: Federation) -> tuple[bool, list[str]]:
-        federation.run()
+    def _gone_on(
+        self, name: str, federation: Federation, told: Callable[[AnyFact], bool] | None
+    ) -> tuple[bool, list[str]]:
+        federation.run(told or (lambda fact: False))
         last = federation.facts()[-1]
         done = isinstance(last, Ended) and last.status == "done"
         notes = [last.reason if isinstance(last, Ended) else "", *federation.notes()]
@@ -166,6 +173,21 @@ class Ground:
             yield Federation(self.folder / "live", method, rounds=5, codec=codec)
         finally:
             shutil.rmtree(self.folder / "live")
+
+
+def _flip(roll: random.Random, folder: Path, devices: bool) -> str:
+    """Flip a bit of a file, which keeps its times; returns which. `devices`: of theirs too."""
+    kept = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    path = roll.choice([path for path in kept if path.suffix != ".npz" and (devices or not _device(folder, path))])
+    before = path.stat()
+    with path.open("r+b") as file:
+        bit = roll.randrange(8 * before.st_size)
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return f"{path.relative_to(folder)}, bit {bit}"
 
 
 def _device(folder: Path, path: Path) -> bool:

@@ -29,6 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
 SEEDS: Final = "100000"  # that `fedquilt simulate` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
+FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
 BENCHES: Final = ("idle", "blobs", "costs", "stitch", "memory", "energy", "deadlines", "footprint", "sensors", "fedsq")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
@@ -106,7 +107,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         Stage(
             "hostile-board",
             "what a flood of an enrolled board costs a coordinator: memory, and processor time a minute",
-            ((python, "tests/hostile_board.py", "--seconds", "60"),),
+            tuple((python, "tests/hostile_board.py", "--seconds", "60", "--rate", rate) for rate in FLOODS),
             without,
         ),
         Stage("matrix", "every test marked nightly: each method with each network", ((*tests, "-m", "nightly"),)),

@@ -37,7 +37,6 @@ from fedquilt.core import JobError
 from fedquilt.transport import link as links
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
-from fedquilt.transport.sealed_fleet import FleetLink
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
@@ -202,11 +201,9 @@ def coordinate(
     Raises:
         JobError: boards would not take the identity for the coordinator's, or metrics cannot be served.
     """
-    if identity is not None:
-        link = FleetLink(link, identity, fleet)
-    store.note_signed(identity is not None)
     noted = Boards(store.home)
-    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted)
+    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted, identity)
+    store.note_signed(identity is not None)
     counts = Exposed(noted.known)
 
     def observe(job: Running, fact: AnyFact) -> None:

@@ -11,10 +11,9 @@ process is killed or the power fails, a file with that name is whole. A part car
 its chunks: a record could claim data that a power cut lost. `resume` asks the file
 system where there is data and believes only what matches the manifest.
 
-What a disk gives back need not be what it was given. So a blob is hashed when it is opened, and what is damaged
-counts as absent: it is fetched or made again, or refused by whoever needs it. A file that stays the same is hashed once
-an hour by each process: to hash 45 MB takes a tenth of a second. Blobs in small.pack are hashed when that is
-opened, and not between: only the process that has written them reads them.
+What a disk gives back need not be what it was given, and a bit that flips changes no time of its file. So a blob is
+hashed whenever it is opened (`load`, `file`), and what is damaged counts as absent: it is fetched or made again, or
+refused. For `has`, and in a depot that is not durable, once an hour will do. Who receives a part (`read`) checks it.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 """
@@ -96,7 +95,7 @@ class Depot:
     def file(self, sha256: str) -> str | None:
         """Path of a whole blob as text."""
         path = self._at(sha256)
-        if self._sound(sha256) is not None:
+        if self._sound(sha256, opens=self._durable) is not None:
             return path
         if self._pack is None or sha256 not in self._pack:
             return None
@@ -144,11 +143,12 @@ class Depot:
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256)
-            if self._sound(sha256) is None:
-                return None
             try:
-                return self.disk.read(self._at(sha256))
-            except FileNotFoundError:  # another process has removed it meanwhile
+                hashed = not self._durable and self._sound(sha256) is not None
+                if (payload := self._verified.load(self._at(sha256), sha256, hashed=hashed)) is None:
+                    self._set_aside(sha256)
+                return payload
+            except (FileNotFoundError, IsADirectoryError):
                 return None
 
     # -- whole blobs --
@@ -214,7 +214,7 @@ class Depot:
         instead; it has to be on this file system.
 
         Raises:
-            StoreError: also if its content is not `expected`.
+            DamagedBlobError: its content is not `expected`.
         """
         if expected is not None and self.has(expected):
             return expected
@@ -228,7 +228,7 @@ class Depot:
                 self.disk.copy(path, temporary)
             ref = self._synced(temporary)
             if expected not in (None, ref):
-                raise StoreError(f"{path} is not what it should be ({ref.sha256[:12]}, {ref.size} bytes): make it anew")
+                raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
             if not self.has(ref):
                 self._place(temporary, ref.sha256)
         return ref
@@ -336,13 +336,13 @@ class Depot:
             return False
         return found is not None and found.size == ref.size
 
-    def _sound(self, sha256: str) -> Found | None:
+    def _sound(self, sha256: str, *, opens: bool = False) -> Found | None:
         """A blob's file; None: there is none, or it was damaged and is put aside."""
         path = self._at(sha256)
         found = self.disk.stat(path)
         if found is None or found.is_dir:
             return None
-        if not self._verified.holds(path, found, sha256):
+        if not self._verified.holds(path, found, sha256, opens=opens):
             self._set_aside(sha256)
             return None
         return found

@@ -33,6 +33,10 @@ _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queu
 _OFFLINE_POLL_S: Final = 1.0
 _CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
 _SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent
+HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
+SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
+PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
+PAYING_BYTES: Final = 16 * 1024  # the smallest of these
 _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
 
@@ -72,7 +76,8 @@ class Transfers:
         self._serve = Serve(budget_bytes)
         self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the latest ones
         self._traffic: Counter[tuple[str, wire.Direction]] = Counter()
-        self._strain_bytes: Counter[str] = Counter()
+        self._strain_s: dict[str, float] = {}
+        self._unasked: list[str] = []
         self._sent: set[Item] = set()
         self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
         self._session = link.session
@@ -104,10 +109,18 @@ class Transfers:
         """Chunk bytes sent to ("dn") or received from ("up") a device, repetitions included."""
         return self._traffic[device, direction]
 
-    def take_strain(self) -> dict[str, int]:
-        """Device -> bytes that were hashed for it since the last call, once more or to no use."""
-        strain, self._strain_bytes = self._strain_bytes, Counter()
+    def take_strain(self) -> dict[str, float]:
+        """Device -> seconds of work since the last call that were to no use, less what useful work pays."""
+        strain, self._strain_s = self._strain_s, {}
         return strain
+
+    def take_unasked(self) -> list[str]:
+        """The sender of each chunk since the last call that nobody had asked for."""
+        unasked, self._unasked = self._unasked, []
+        return unasked
+
+    def _strain(self, device: str, seconds: float) -> None:
+        self._strain_s[device] = self._strain_s.get(device, 0.0) + seconds
 
     # -- messages --
 
@@ -140,7 +153,7 @@ class Transfers:
         if pull is not None and pull.take_manifest(manifest, now_s) and not _whole(manifest):
             try:
                 pull.start(self._depot.resume(manifest))
-                self._strain_bytes[key[0]] += manifest.size - pull.missing_bytes
+                self._strain(key[0], (manifest.size - pull.missing_bytes) * HASHED_BYTE_S)
             except StoreError as error:
                 self._end(key, str(error))
             else:
@@ -149,11 +162,11 @@ class Transfers:
     def _take_chunk(self, key: Key, index: int, payload: bytes, now_s: float) -> None:
         pull = self._pulls.get(key)
         if pull is None:
-            return
+            return self._unasked.append(key[0])
         self._traffic[key[0], self._other] += len(payload)
         bad = pull.bad
         if not pull.take_chunk(index, payload, now_s):
-            self._strain_bytes[key[0]] += len(payload) * (pull.bad - bad)
+            self._strain(key[0], len(payload) * (pull.bad - bad) * HASHED_BYTE_S)
         elif pull.manifest is not None:
             try:
                 if _whole(pull.manifest):
@@ -290,7 +303,7 @@ class Transfers:
         if manifest is None:
             try:
                 manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
-                self._strain_bytes[device] += ref.size * (sha256 in self._cut)
+                self._strain(device, ref.size * (sha256 in self._cut) * HASHED_BYTE_S)
             except chunks.DamagedBlobError:
                 self._depot.damaged(sha256)
                 raise
@@ -329,7 +342,9 @@ class Transfers:
             if len(self._sent) >= _SENT_MOST:
                 self._sent.clear()
             self._sent.add(item)
-        elif not chunks.is_chunk(manifest, item.index, payload):
+            return self._strain(item.device, SENT_S if len(payload) < PAYING_BYTES else -PAID_S)
+        self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
+        if not chunks.is_chunk(manifest, item.index, payload):
             self._manifests.pop((item.sha256, item.chunk), None)
             self._depot.damaged(item.sha256)
             raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")

@@ -1,7 +1,8 @@
-"""Files that have been compared with their sha256 of late, and need not be read for it again."""
+"""Files that have been compared with their sha256 of late, and need not be read for it again to know of them."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Final
 
@@ -42,13 +43,21 @@ class Verified:
         if same and (found := self._disk.stat(path)) is not None:
             self._known[sha256] = (found, hashed_s)
 
-    def holds(self, path: str, found: Found, sha256: str) -> bool:
-        """Whether a file holds what it should; it is hashed unless that was done of late.
+    def load(self, path: str, sha256: str, *, hashed: bool) -> bytes | None:
+        """Read a file and hash what was read, unless it is `hashed` already; None: it is damaged."""
+        for _ in range(2):
+            payload = self._disk.read(path)
+            if hashed or hashlib.sha256(payload).hexdigest() == sha256:
+                return payload
+        return None
+
+    def holds(self, path: str, found: Found, sha256: str, *, opens: bool = False) -> bool:
+        """Whether a file holds what it should; it is hashed unless that was done of late, or it is to be opened now.
 
         What seems to be damaged is hashed twice, so that memory which was read wrongly once condemns nothing.
         """
         known, hashed_s = self._known.get(sha256, (None, 0.0))
-        if known == found and time.monotonic() < hashed_s + VERIFIED_S:
+        if known == found and not opens and time.monotonic() < hashed_s + VERIFIED_S:
             return True
         if self._disk.digest(path) != sha256 and self._disk.digest(path) != sha256:
             return False

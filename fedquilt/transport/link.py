@@ -55,6 +55,10 @@ class Link(Protocol):
         """Subscribe to topics; subscriptions are repeated after a reconnection."""
         ...
 
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        """Undo subscriptions to these filters: from now on nothing comes by them."""
+        ...
+
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Queue one message. `reliable` is QoS 1, which a broker may still drop when its queue is full.
 
@@ -224,6 +228,10 @@ class MemoryBroker:
         for topic in sorted(kept, key=lambda topic: self._retained[topic][0]):
             self._schedule(link, Message(topic, self._retained[topic][1], True))
 
+    def _unsubscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
+        for pattern in filters:
+            self._filters.remove(pattern, link)
+
     def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
         for copy in self._disturbed(payload):
             self._publish(topic, copy, retain)
@@ -264,6 +272,11 @@ class MemoryLink:
         """Subscribe; retained messages of matching topics are delivered."""
         self.filters += [pattern for pattern in filters if pattern not in self.filters]
         self.broker._subscribe(self, filters)
+
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        """Undo subscriptions."""
+        self.filters = [pattern for pattern in self.filters if pattern not in filters]
+        self.broker._unsubscribe(self, filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish at once; a lost client's messages are dropped."""

@@ -2,8 +2,7 @@
 
 One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and nothing
 here ever blocks but the resolver. A caller that computes for long hands the link to a thread of its own, by `tended`.
-MQTT 5 is tried first and 3.1.1 is used if a broker refuses it; nothing depends on which, except the packet limit that
-only MQTT 5 announces.
+MQTT 5 is tried first, and 3.1.1 if a broker refuses it; only the packet limit, which MQTT 5 announces, depends on it.
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
 ReceiveMaximum, keeps an unbounded queue, and repeats for ever the message at which a broker hangs up. So it
@@ -29,9 +28,10 @@ from fedquilt.core import FedquiltError, LinkError
 from fedquilt.transport import mqtt_errors
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.connect import ANSWER_S, Retry, Waiting, dial, read_ahead
-from fedquilt.transport.link import Message, matches
+from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt_client import KIB, Client, payload_limit
 from fedquilt.transport.send_queue import BREAKS, Sending, SendQueue
+from fedquilt.transport.subscriptions import Subscriptions
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class MqttLink:
         self.max_payload = payload_limit(4, None, broker.max_payload)
         self.dropped = 0  # messages given up: refused, too large, or too many while offline
         self._retry = Retry(roll)
-        self._filters: list[str] = []
+        self._subscribed = Subscriptions()
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
         self._queue = SendQueue()
@@ -114,9 +114,15 @@ class MqttLink:
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe now if connected, and after every connection."""
-        self._filters += [pattern for pattern in filters if pattern not in self._filters]
-        if filters and self.connected and self._client is not None:
-            self._client.subscribe([(pattern, 1) for pattern in filters])
+        self._subscribed.add(filters)
+        if self.connected and self._client is not None:
+            self._client.ask(filters)
+
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        """Undo subscriptions; what is on its way by them is dropped."""
+        self._subscribed.remove(filters)
+        if self.connected and self._client is not None:
+            self._client.ask_no_more(filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Queue one message; without a connection only a reliable one is kept, within bounds.
@@ -266,8 +272,7 @@ class MqttLink:
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.connected(time.monotonic())
         self._trouble, self._final = None, False
-        if self._filters:
-            client.subscribe([(pattern, 1) for pattern in self._filters])
+        client.ask(self._subscribed.filters)
         level = "5" if self.level == 5 else "3.1.1"
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
 
@@ -318,8 +323,7 @@ class MqttLink:
             topic = message.topic
         except UnicodeDecodeError:
             return
-        # Some brokers send other topics: a session's earlier subscriptions (Mosquitto), other clients' (amqtt).
-        if any(matches(pattern, topic) for pattern in self._filters):
+        if self._subscribed.match(topic):  # else of an earlier subscription, or another client's (amqtt)
             self._inbox.append(Message(topic, bytes(message.payload), message.retain))
             self._inbox_bytes += len(message.payload) + len(topic)
 

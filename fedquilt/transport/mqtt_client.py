@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import paho.mqtt.client as paho
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 KIB: Final = 1024
 HEADER: Final = KIB  # bytes left for the topic and the packet's own header
 UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
+FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 
 
@@ -61,6 +63,16 @@ class Client(paho.Client):
             properties.MaximumPacketSize = max(broker.max_payload or 0, UNANNOUNCED_5) + HEADER
         self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
         self.reconnect()
+
+    def ask(self, filters: Sequence[str]) -> None:
+        """Subscribe to topic filters, at QoS 1."""
+        for at in range(0, len(filters), FILTERS):
+            self.subscribe([(pattern, 1) for pattern in filters[at : at + FILTERS]])
+
+    def ask_no_more(self, filters: Sequence[str]) -> None:
+        """Undo subscriptions."""
+        for at in range(0, len(filters), FILTERS):
+            self.unsubscribe(list(filters[at : at + FILTERS]))
 
     def say_goodbye(self, sock: socket.socket) -> None:
         """Send DISCONNECT and wait until the broker has hung up.

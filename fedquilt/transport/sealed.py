@@ -83,6 +83,10 @@ class Sealed:
         """See `Link`."""
         self._link.subscribe(filters)
 
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        """See `Link`."""
+        self._link.unsubscribe(filters)
+
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """See `Link`."""
         self._link.wait(timeout_s, fds)

@@ -8,9 +8,9 @@ from fedquilt.coordinator.conduct import (
     BYTE_S,
     CALM_S,
     DROPPED_MOST,
-    HASHED_BYTE_S,
     MESSAGE_S,
     RATE,
+    ROUND_S,
     Conduct,
     Verdict,
 )
@@ -58,10 +58,10 @@ def test_one_device_costs_another_nothing() -> None:
     assert said(conduct, 100, 0.0, "b") == {"taken": 100}
 
 
-def test_what_is_hashed_for_a_device_counts_and_its_debt_is_bounded() -> None:
-    """A gibibyte at once: it is heard again when BURST_S have been made good."""
+def test_other_work_for_a_device_counts_and_its_debt_is_bounded() -> None:
+    """Ten times what it may take at once: it is heard again when BURST_S have been made good."""
     conduct = Conduct()
-    conduct.hashed("a", round(10 * BURST_S / HASHED_BYTE_S), 0.0)
+    conduct.took("a", 10 * BURST_S, 0.0)
     assert said(conduct, 1, 0.0) == {"slowed": 1}
     assert said(conduct, 1, BURST_S / RATE - 1) != {"taken": 1}
     assert said(conduct, 1, BURST_S / RATE + 1) == {"taken": 1}
@@ -109,3 +109,13 @@ def test_a_clock_that_is_set_back_costs_a_device_nothing() -> None:
     conduct = Conduct()
     said(conduct, 1, 10 * BURST_S / RATE)
     assert said(conduct, 10, 0.0) == {"taken": 10}
+
+
+def test_what_the_coordinator_wants_of_a_device_pays_for_itself() -> None:
+    """A round that is granted in time is never short, however fast rounds follow each other; nothing is laid up."""
+    conduct = Conduct()
+    for number in range(1000):
+        conduct.took("a", -ROUND_S, number * 0.01)
+        assert said(conduct, 10, number * 0.01) == {"taken": 10}
+    conduct.took("a", -100 * BURST_S, 20.0)
+    assert abs(said(conduct, 10_000, 20.0)["taken"] - BURST_S / MESSAGE_S) <= 2

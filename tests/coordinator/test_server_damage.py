@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 from by_hand import TABLE, Stage, ones
 
-from fedquilt import tensors, wire
-from fedquilt.coordinator import settings
+from fedquilt import bundle, tensors, wire
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import mending, settings
 from fedquilt.coordinator.facts import (
     Answered,
     Committed,
@@ -23,7 +26,8 @@ from fedquilt.coordinator.facts import (
     Rejected,
 )
 from fedquilt.coordinator.views import log
-from fedquilt.core import BlobRef, StoreError, Usage
+from fedquilt.core import BlobRef, JobError, StoreError, Usage
+from fedquilt.disk import Disk, Place
 from fedquilt.methods import fedavg
 
 
@@ -48,6 +52,26 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
     hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
+
+
+class ReadOnly(Disk):
+    """A disk on which nothing new gets a name."""
+
+    def replace(self, source: Place, target: Place) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
+
+
+def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage: Stage) -> None:
+    """The depot's error is not the bundle's: the coordinator ends by it, and goes on where the disk is well again."""
+    folder = stage.store.jobs()[0].bundle
+    files = bundle.load(folder).files
+    depot = Depot(stage.folder / "other", disk=ReadOnly())
+    with pytest.raises(StoreError, match="mounted read-only"):
+        mending.restore(depot, folder, files)
+    ref = next(iter(files.values()))
+    flip(folder / "blobs" / ref.sha256)
+    with pytest.raises(JobError, match="is not what it should be"):
+        mending.restore(Depot(stage.folder / "other"), folder, files)
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:

@@ -85,14 +85,14 @@ def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) ->
 
 
 def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp_path: Path) -> None:
-    """It is acknowledged again, and settled then; the moved state stays."""
+    """It is acknowledged again, and settled then; the moved state stays, and the next task waits for the answer."""
     local = Local(tmp_path)
     update = worked(local, private=1.0)
     commit(local, update)
     (left,) = (tmp_path / "outbox/j-1@3").glob("*.private")
     os.replace(left, tmp_path / f"private/j-1@3.{left.stem}")
     again = Local(tmp_path)
-    assert again.recover() == ({KEY: (update, False)}, {})
+    assert again.recover() == ({KEY: (update, True)}, {})
     again.settle(KEY, True, {"j-1": Counted(3)})
     assert state_of(again) == 1.0
 

@@ -55,6 +55,11 @@ class SimLink:
         if self.connected:
             self.broker.subscribe(self)
 
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        """Undo subscriptions."""
+        self.filters = [pattern for pattern in self.filters if pattern not in filters]
+        self.broker.unsubscribed()
+
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish; while it is cut off, messages that are reliable wait for the next session."""
         self.gate("publish", topic)
@@ -195,6 +200,10 @@ class SimBroker:
             return
         for copy in self._disturbed(payload):
             self._publish(topic, copy, retain)
+
+    def unsubscribed(self) -> None:
+        """A client takes fewer topics."""
+        self._takers.clear()
 
     def subscribe(self, link: SimLink) -> None:
         """Deliver what is retained for a client's filters."""

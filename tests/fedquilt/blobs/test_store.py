@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -349,7 +350,9 @@ def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
     assert Depot(tmp_path).load(ref.sha256) == payload
 
 
-def test_a_file_is_hashed_once_while_it_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A use of it changes nothing; after an hour, a change or a doubt it is hashed again."""
     hashed: list[str] = []
     digest = Disk.digest
@@ -364,7 +367,25 @@ def test_a_file_is_hashed_once_while_it_stays_the_same(tmp_path: Path, monkeypat
     assert depot.has(ref)
     now_s = time.monotonic() + 3601.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    assert depot.load(ref.sha256) == b"x" * 100
+    assert depot.has(ref)
     os.utime(tmp_path / ref.sha256, (5, 5))
-    assert depot.path(ref.sha256) is not None
+    assert depot.has(ref)
     assert len(hashed) == 4
+
+
+@pytest.mark.parametrize("opens", [Depot.load, Depot.file, Depot.path])
+def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(
+    tmp_path: Path, opens: Callable[[Depot, str], object]
+) -> None:
+    """By the same process, though the file has kept its time, its size and its inode."""
+    depot = Depot(tmp_path)
+    ref = depot.put(b"x" * 100)
+    assert opens(depot, ref.sha256) is not None
+    before = (tmp_path / ref.sha256).stat()
+    with (tmp_path / ref.sha256).open("r+b") as file:
+        file.write(b"y")
+    os.utime(tmp_path / ref.sha256, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert opens(depot, ref.sha256) is None
+    assert not depot.has(ref)
+    depot.put(b"x" * 100)
+    assert opens(depot, ref.sha256) is not None

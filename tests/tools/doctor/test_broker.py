@@ -30,9 +30,7 @@ from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.shapes import pem_of_key
 from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.link import Link
 from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.sealed_fleet import FleetLink
 
 
 class Site:
@@ -77,10 +75,8 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
     def run(broker: Broker, ready: threading.Event) -> None:
         will = (wire.Topics("fleet").coord, wire.encode(wire.CoordState(online=False)))
         with Store(tmp_path / "runs") as store:
-            link: Link = MqttLink(broker, "coordinator", will)
-            if (own := sealed.identity(broker)) is not None:
-                link = FleetLink(link, own, "fleet")
-            server = Server(OverLink(link, "fleet", store.depot, store.next_epoch()), store)
+            link = MqttLink(broker, "coordinator", will)
+            server = Server(OverLink(link, "fleet", store.depot, store.next_epoch(), sealed.identity(broker)), store)
             while not over.is_set():
                 link.wait(0.05)
                 server.step(time.monotonic())

@@ -1,0 +1,36 @@
+"""What a client of a broker has subscribed to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedquilt.transport.topic_tree import TopicTree
+
+
+class Subscriptions:
+    """Topic filters in the order of their subscription; whether one matches a topic costs the same for any number."""
+
+    def __init__(self) -> None:
+        self._filters: dict[str, None] = {}
+        self._tree: TopicTree[str] = TopicTree()
+
+    @property
+    def filters(self) -> list[str]:
+        """All of them."""
+        return list(self._filters)
+
+    def add(self, filters: Sequence[str]) -> None:
+        """Take filters."""
+        for pattern in filters:
+            self._filters[pattern] = None
+            self._tree.add(pattern, pattern)
+
+    def remove(self, filters: Sequence[str]) -> None:
+        """Let go of filters."""
+        for pattern in filters:
+            self._filters.pop(pattern, None)
+            self._tree.remove(pattern, pattern)
+
+    def match(self, topic: str) -> bool:
+        """Whether one of the filters matches a topic."""
+        return bool(self._tree.matching(topic))

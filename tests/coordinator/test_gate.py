@@ -1,0 +1,125 @@
+"""A device that floods is not subscribed to for a while; everybody else is heard, new devices too."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt import wire
+from fedquilt.coordinator.conduct import ASIDE_S, BURST_S, DROPPED_MOST, MESSAGE_S
+from fedquilt.coordinator.gate import LOOK_S, LOOKED_S, Gate
+from fedquilt.transport.link import MemoryBroker, MemoryLink
+
+TOPICS = wire.Topics("f")
+FLOOD = round(BURST_S / MESSAGE_S) + DROPPED_MOST + 100
+
+
+class Field:
+    """A gate, and devices that publish."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.link = self.broker.connect()
+        self.gate = Gate(self.link, TOPICS)
+        self.gate.subscribe(TOPICS.for_coordinator())
+        self.devices: dict[str, MemoryLink] = {}
+
+    def say(self, device: str, leaf: str = "telemetry", times: int = 1, *, retain: bool = False) -> None:
+        link = self.devices.get(device) or self.devices.setdefault(device, self.broker.connect())
+        for number in range(times):
+            link.publish(TOPICS.device(device, "up", leaf), b"%d" % number, retain=retain)
+
+    def heard(self, after_s: float = 0.01) -> dict[str, int]:
+        """Device -> number of its messages that came through, once so much time has passed."""
+        self.broker.now_s += after_s
+        self.broker.deliver()
+        self.gate.now_s = self.broker.now_s
+        found: dict[str, int] = {}
+        for message in self.gate.receive():
+            device = wire.sender(message.topic)
+            found[device] = found.get(device, 0) + 1
+        return found
+
+    def arrived(self) -> int:
+        """Number of messages that the broker has sent to the coordinator, and nobody has looked at."""
+        self.broker.now_s += 0.01
+        self.broker.deliver()
+        return len(self.link.inbox)
+
+
+@pytest.fixture
+def field() -> Field:
+    """With a device "a" that was heard, and "b" that has flooded and is set aside."""
+    made = Field()
+    made.say("a")
+    assert made.heard() == {"a": 1}
+    made.say("b", times=FLOOD)
+    assert made.heard()["b"] <= BURST_S / MESSAGE_S + 2
+    assert made.gate.take_flooded() == ["b"]
+    assert not made.gate.take_flooded()
+    return made
+
+
+@pytest.mark.parametrize("leaf", ["telemetry", "presence", "hello", "nonsense", "blob/get", f"blob/{'0' * 64}/7"])
+def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field, leaf: str) -> None:
+    """Whatever it sends; the others' messages come."""
+    field.say("b", leaf, 1000)
+    assert field.arrived() == 0
+    field.say("a")
+    assert field.heard() == {"a": 1}
+
+
+@pytest.mark.parametrize("leaf", ["telemetry", "hello", "nonsense", "blob/x/7"])
+def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
+    """Before anything of it is checked: what is refused takes time as well."""
+    field = Field()
+    field.say("b", leaf, FLOOD)
+    field.heard()
+    assert field.gate.take_flooded() == ["b"]
+
+
+def test_it_is_heard_again_after_a_while(field: Field) -> None:
+    """And the coordinator hears all devices by one subscription again."""
+    assert field.gate.next_s() < ASIDE_S + 1
+    field.heard(ASIDE_S)
+    field.say("b")
+    field.say("c")
+    assert field.heard() == {"b": 1, "c": 1}
+    assert field.link.filters == list(TOPICS.for_coordinator())
+    assert field.gate.next_s() == float("inf")
+
+
+def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(field: Field) -> None:
+    field.heard(ASIDE_S / 2)
+    field.say("a", times=FLOOD)
+    field.heard()
+    assert field.gate.take_flooded() == ["a"]
+    field.say("a", times=100)
+    field.say("b", times=100)
+    assert field.arrived() == 0
+    field.heard(ASIDE_S / 2)
+    field.say("a")
+    field.say("b")
+    assert field.heard() == {"b": 1}
+
+
+def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field: Field) -> None:
+    """It is looked for now and then; between two looks a flood with presences is not read."""
+    field.say("c", "presence", retain=True)
+    field.say("b", "presence", 100, retain=True)
+    assert field.arrived() == 0
+    field.heard(LOOK_S)
+    assert field.heard() == {"c": 1}
+    field.say("c")
+    assert field.heard()["c"] >= 1
+    field.heard(LOOKED_S)
+    field.say("b", "presence", 100)
+    assert field.arrived() == 0
+    field.say("c")
+    assert field.heard() == {"c": 1}
+
+
+def test_a_broker_that_comes_back_is_not_asked_for_everything(field: Field) -> None:
+    """Its memory of the subscription to all devices is undone once more."""
+    field.gate.subscribe(TOPICS.for_coordinator())
+    field.say("b", times=100)
+    assert field.arrived() == 0
