@@ -9,6 +9,10 @@ devices. Policies, `[cohort] deadline`:
     paper      FedStitch (arXiv 2409.07202), section 4.4: the slowest time of the last round, d = max t_i, times the
                ratio of work, which the paper's depth factor mu and pool factor sigma express. It never
                falls once devices slow down until they just meet it; kept for comparison
+    energy     the time that needs the fewest joules of all boards asked, waiting included, with epochs moved to
+               boards that need fewer where the method allows it: `energy_plan`. Times are those of "predicted", at
+               every point. A board without known joules keeps its epochs and its time. At the first round, or
+               without profiles, it is "predicted"
 
 A time runs from the request to the answer, transfers included, as the deadline bounds both.
 With a profile, the time outside the task is separate, as it does not grow with the work; and a task's
@@ -28,8 +32,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from fedquilt import cost_model
+from fedquilt.coordinator import energy_plan
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import OperatingPoint, Profile, Work
+from fedquilt.core import OperatingPoint, Profile, Update, Work
+from fedquilt.core.messages import ADDED
 
 RECENT = 5  # rounds remembered of each device
 PERCENTILE = 0.9  # share of the devices asked that is expected in time, or the quorum if that is more
@@ -58,6 +64,14 @@ class Ask(NamedTuple):
     work: Work = Work()
     profile: Profile | None = None
     bytes: int = 0  # of blobs, some of which the device may have
+    epochs: int = 0  # in `work`, where the method lets devices train for unequal numbers of them; 0: it does not
+    epoch: Work = Work()  # one of them, the only part of `work` that grows with their number
+
+    def trained_for(self, epochs: int) -> Ask:
+        """The same task with another number of epochs."""
+        more = epochs - self.epochs
+        sums = {name: getattr(self.work, name) + more * getattr(self.epoch, name) for name in ADDED}
+        return self._replace(work=msgspec.structs.replace(self.work, **sums), epochs=epochs)
 
     @property
     def amount(self) -> float:
@@ -92,7 +106,28 @@ class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Known: TypeAlias = Mapping[str, tuple[Took, ...]]  # device -> its last rounds, oldest first
 Asks: TypeAlias = Mapping[str, Ask]
-Policy: TypeAlias = Callable[[Cohort, Known, Asks], float | None]
+
+
+def timed(
+    known: Known, update: Update, work: Mapping[str, float], took_s: float | None, expected_s: float | None
+) -> Known:
+    """Durations with that of an answer, whose fact says `took_s` and `expected_s`; `work` is `Ask.amount` by device."""
+    if took_s is None:
+        return known
+    usage = update.usage
+    amount = work.get(update.device, 1.0)
+    took = Took(update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1)
+    return noted(known, update.device, took)
+
+
+class Allowed(NamedTuple):
+    """What a rule decides for a round."""
+
+    seconds: float | None = None  # until its deadline; None: `deadline_s`, for lack of a prediction
+    epochs: Mapping[str, int] = {}  # device -> epochs, where they are not those of `Ask`
+
+
+Policy: TypeAlias = Callable[[Cohort, Known, Asks], Allowed]
 
 
 def amount(work: Work) -> float:
@@ -126,29 +161,31 @@ def noted(known: Known, device: str, took: Took) -> Known:
     return {**known, device: (*known.get(device, ()), took)[-RECENT:]}
 
 
-def allowed_s(cohort: Cohort, known: Known, asked: Asks) -> float | None:
-    """Seconds allowed for a round with these tasks; None: `deadline_s`, for lack of a prediction."""
+def allowed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide a round with these tasks by the cohort's rule: never less than FLOOR_S or more than `deadline_s`."""
     found = POLICIES[cohort.deadline](cohort, known, asked)
-    return None if found is None else min(max(found, FLOOR_S), cohort.deadline_s)
+    if found.seconds is None:
+        return found
+    return found._replace(seconds=min(max(found.seconds, FLOOR_S), cohort.deadline_s))
 
 
-def fixed(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+def fixed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """No prediction: `deadline_s` applies."""
-    return None
+    return Allowed()
 
 
 # -- predicted ------------------------------------------------------------------------------------
 
 
-def predicted(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+def predicted(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """Prediction for the round: a high percentile over devices of their 90th percentiles, plus slack."""
     fleet = Fleet.of(known)
     found = [_upper_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
     if not times or len(times) < len(found):
-        return None
+        return Allowed()
     needed = max(PERCENTILE, cohort.quorum / (1 + cohort.over_select))
-    return (1 + cohort.slack) * times[math.ceil(needed * len(times)) - 1]
+    return Allowed((1 + cohort.slack) * times[math.ceil(needed * len(times)) - 1])
 
 
 class Fleet(NamedTuple):
@@ -215,15 +252,80 @@ def _p90(logs: Sequence[float], spread: float) -> float:
 # -- paper ----------------------------------------------------------------------------------------
 
 
-def paper(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+def paper(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """Slowest time of the last round, times the ratio of this round's work to that one's (FedStitch, section 4.4)."""
     every = [each for took in known.values() for each in took]
     if not every:
-        return None
+        return Allowed()
     last = max(each.round for each in every)
     before = [each for each in every if each.round == last]
     ratio = max(ask.amount for ask in asked.values()) / max(each.work for each in before)  # mu * sigma
-    return max(each.seconds for each in before) * ratio
+    return Allowed(max(each.seconds for each in before) * ratio)
 
 
-POLICIES: Mapping[str, Policy] = {"fixed": fixed, "predicted": predicted, "paper": paper}
+# -- energy ---------------------------------------------------------------------------------------
+
+
+def energy(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """The plan of fewest joules within the cohort's seconds, or the shortest within its joules."""
+    boards = energy_boards(cohort, known, asked)
+    if boards is None:
+        return predicted(cohort, known, asked)
+    passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
+    if cohort.joules_per_round is not None:
+        plan = energy_plan.least_seconds(boards, passes, cohort.joules_per_round)
+    else:
+        plan = energy_plan.least_joules(boards, passes, cohort.seconds_per_round or cohort.deadline_s)
+    if plan is None:
+        return predicted(cohort, known, asked)
+    moved = {device: plan.epochs[device] for device, ask in asked.items() if ask.epochs not in (0, plan.epochs[device])}
+    return Allowed(plan.seconds, moved)
+
+
+def energy_boards(cohort: Cohort, known: Known, asked: Asks) -> dict[str, energy_plan.Board] | None:
+    """Choices of each board; None: for one of them there is no prediction, or none has known joules."""
+    fleet, found = Fleet.of(known), {}
+    for device, ask in asked.items():
+        took = known.get(device, ())
+        choices = _choices(cohort, took, ask, fleet)
+        upper_s = None if choices else _upper_s(took, ask, fleet)
+        if upper_s is not None:
+            choices = (energy_plan.Choice(upper_s, 0.0, ask.epochs or 1),)
+        examples = took[-1].examples if took else fleet.examples
+        idle_w = ask.profile.idle_w if ask.profile else None
+        found[device] = energy_plan.Board(choices, examples, idle_w or 0.0)
+    usable = found and all(board.choices for board in found.values())
+    return found if usable and any(len(board.choices) > 1 for board in found.values()) else None
+
+
+def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tuple[energy_plan.Choice, ...]:
+    """Times and joules above idle at each point of a board, for each number of epochs; (): not known.
+
+    Points that another one beats in both are left out. A device that has not answered keeps its epochs.
+    """
+    own = _logs(took)
+    logs = own or fleet.logs
+    if ask.profile is None or not logs:
+        return ()
+    spread = OWN_SPREAD if own else FLEET_SPREAD
+    rest_s = _rest_s(took) if took else max(fleet.rest_s, ask.bytes / LINK_BYTES_PER_S)
+    middle, high = math.exp(statistics.median(logs)), _p90(logs, spread)
+    examples, idle_w = took[-1].examples if took else fleet.examples, ask.profile.idle_w or 0.0
+    points, found = ask.profile.points, []
+    most = int(ask.epochs * cohort.most_work) if own else ask.epochs
+    numbers = [ask.epochs, *(each for each in range(1, most + 1) if each != ask.epochs)] if ask.epochs else [0]
+    for epochs in numbers:
+        work = (ask.trained_for(epochs) if epochs else ask).work.on(examples)
+        timed = [(cost_model.seconds(work, point), point) for point in points if point.busy_w is not None]
+        rising = sorted(((each_s, point) for each_s, point in timed if each_s is not None), key=lambda each: each[0])
+        points, least = [], math.inf
+        for each_s, point in rising:
+            above_j = max((cost_model.joules(each_s, point) or 0.0) - idle_w * each_s, 0.0) * middle
+            if above_j < least:
+                least = above_j
+                points.append(point)
+                found.append(energy_plan.Choice(rest_s + each_s * high, above_j, epochs or 1))
+    return tuple(found)
+
+
+POLICIES: Mapping[str, Policy] = {"fixed": fixed, "predicted": predicted, "paper": paper, "energy": energy}

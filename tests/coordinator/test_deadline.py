@@ -8,13 +8,18 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import deadline
-from fedquilt.coordinator.deadline import Ask, Fleet, Took, allowed_s, amount, expected_s, noted
+from fedquilt.coordinator.deadline import Ask, Fleet, Took, amount, expected_s, noted
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Profile, Work
 
 
 def cohort(policy: str = "predicted", **changes: float) -> Cohort:
     return msgspec.convert({"deadline": policy, "slack": 0.5, **changes}, Cohort)
+
+
+def allowed_s(cohort: Cohort, known: deadline.Known, asked: deadline.Asks) -> float | None:
+    """Seconds that the cohort's rule allows."""
+    return deadline.allowed(cohort, known, asked).seconds
 
 
 def asks(amounts: dict[str, float]) -> dict[str, Ask]:
