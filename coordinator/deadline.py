@@ -268,34 +268,40 @@ def paper(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
 
 def energy(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """The plan of fewest joules within the cohort's seconds, or the shortest within its joules."""
-    boards = energy_boards(cohort, known, asked)
-    if boards is None:
-        return predicted(cohort, known, asked)
-    passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
-    if cohort.joules_per_round is not None:
-        plan = energy_plan.least_seconds(boards, passes, cohort.joules_per_round)
-    else:
-        plan = energy_plan.least_joules(boards, passes, cohort.seconds_per_round or cohort.deadline_s)
-    if plan is None:
+    problem = energy_problem(cohort, known, asked)
+    plan = problem and energy_planned(cohort, *problem)
+    if not plan:
         return predicted(cohort, known, asked)
     moved = {device: plan.epochs[device] for device, ask in asked.items() if ask.epochs not in (0, plan.epochs[device])}
     return Allowed(plan.seconds, moved)
 
 
-def energy_boards(cohort: Cohort, known: Known, asked: Asks) -> dict[str, energy_plan.Board] | None:
-    """Choices of each board; None: for one of them there is no prediction, or none has known joules."""
-    fleet, found = Fleet.of(known), {}
+def energy_planned(cohort: Cohort, boards: Mapping[str, energy_plan.Board], passes: int) -> energy_plan.Plan | None:
+    """The plan of a cohort's bounds, for what `energy_problem` says; None: there is none."""
+    if cohort.joules_per_round is not None:
+        return energy_plan.least_seconds(boards, passes, cohort.joules_per_round)
+    return energy_plan.least_joules(boards, passes, min(cohort.seconds_per_round or math.inf, cohort.deadline_s))
+
+
+def energy_problem(cohort: Cohort, known: Known, asked: Asks) -> tuple[dict[str, energy_plan.Board], int] | None:
+    """Choices of each board, and how many examples the cohort goes through.
+
+    None: of one of the boards no time can be predicted, or of none the joules.
+    """
+    fleet, boards, priced = Fleet.of(known), {}, False
     for device, ask in asked.items():
         took = known.get(device, ())
         choices = _choices(cohort, took, ask, fleet)
-        upper_s = None if choices else _upper_s(took, ask, fleet)
-        if upper_s is not None:
+        priced = priced or bool(choices)
+        if not choices and (upper_s := _upper_s(took, ask, fleet)) is not None:
             choices = (energy_plan.Choice(upper_s, 0.0, ask.epochs or 1),)
+        if not choices:
+            return None
         examples = took[-1].examples if took else fleet.examples
         idle_w = ask.profile.idle_w if ask.profile else None
-        found[device] = energy_plan.Board(choices, examples, idle_w or 0.0)
-    usable = found and all(board.choices for board in found.values())
-    return found if usable and any(len(board.choices) > 1 for board in found.values()) else None
+        boards[device] = energy_plan.Board(choices, examples, idle_w or 0.0)
+    passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
+    return (boards, passes) if priced else None
 
 
 def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tuple[energy_plan.Choice, ...]:
