@@ -5,8 +5,8 @@ boards are simulated from their profiles. A board's times differ from its profil
 which nobody is told, and by 10 % from task to task. Ten of forty boards of unequal speed are asked in a
 round, and rounds take unequal work. A round goes on until all have answered, so no rule saves time by leaving
 work behind; "waiting" is from a device's answer to the end of its round, over all tasks. Joules are those of
-the round's boards until its end, waiting at idle power included. There is nothing to move between boards, as tasks are all alike;
-`planned` trains with methods where there is.
+the round's boards until its end, waiting at idle power included. There is nothing to move
+between boards, as tasks are all alike; `planned` trains with methods where there is.
 """
 
 from __future__ import annotations

@@ -74,14 +74,14 @@ def of_job(job: Job, folder: Path) -> Front:
 
 
 def asked(
-    job: Job, folder: Path, make: Callable[[str], Device] = boards.make
+    job: Job, folder: Path, make: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, Ask], dict[str, tuple[Took, ...]]]:
     """Work of each device of the job's fleet, and its last rounds, as if they had been as its profile predicts.
 
     Args:
         job: with its fleet and data.
         folder: its bundle.
-        make: makes the board of a name in [fleet].
+        make: makes the board of a name in [fleet]; None: as its profile says.
     """
     method, fleet = methods.load(job.method), job.fleet
     state = first_state(job, agents.Plan(job, folder, Path()).require(), method)
@@ -89,7 +89,7 @@ def asked(
     asks: dict[str, Ask] = {}
     known: dict[str, tuple[Took, ...]] = {}
     for index, member in enumerate(single_run.shares(job, folder)[0]):
-        board = make(fleet.boards[index % len(fleet.boards)])
+        board = (make or boards.make)(fleet.boards[index % len(fleet.boards)])
         budget = size_bytes(fleet.budgets[index % len(fleet.budgets)])
         profile = messages.profile(member.device, board, events.Means(budget, (engine,), (job.method,)))
         order = method.send(state, DeviceView(member.device, profile))
@@ -159,11 +159,12 @@ def lines(found: Front, job: Job) -> list[str]:
         rows = [row[:3] for row in rows]
     text = columns.table(rows, "<>>~" if found.epochs else "<>>")
     told = [f"{len(found.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
-    told.append('chosen: by deadline = "energy" and the bounds in [cohort]; predicted: by deadline = "predicted"')
-    if not found.epochs:
-        told.append(f"{job.method} has every board train for as many epochs, so only the time of a round is chosen")
-    else:
+    told.append('chosen: by deadline = "energy" and its bounds in [cohort]')
+    told += ['predicted: by deadline = "predicted"'] if found.predicted else []
+    if found.epochs:
         told.append(f"even: the cheapest plan with {found.epochs} epochs on every board")
+    else:
+        told.append(f"{job.method}: every board trains as much as the job says; only a round's time is chosen")
     return told
 
 
