@@ -44,7 +44,7 @@ Z90 = statistics.NormalDist().inv_cdf(0.9)
 OWN_SPREAD = 0.2  # of log(time / profile), between a device's rounds: assumed, and worth PRIOR observations
 FLEET_SPREAD = 0.5  # likewise between devices, and of a profile without any observation
 PRIOR = 2
-LINK_BYTES_PER_S = 1e6  # assumed for a device that has fetched nothing yet
+ASSUMED = cost_model.Link(bytes_per_s=1e6)  # until the fleet has shown what transfers take
 
 
 class Took(NamedTuple):
@@ -56,6 +56,12 @@ class Took(NamedTuple):
     busy_s: float = 0.0  # part of `seconds` within the task itself
     expected_s: float | None = None  # duration predicted by the board's profile, at the point at which the task ran
     examples: int = 1  # of the device's own, that `expected_s` counts
+    bytes: int = 0  # of blobs, down and up
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds outside the task itself: transfers, mostly."""
+        return max(self.seconds - self.busy_s, 0.0)
 
 
 class Ask(NamedTuple):
@@ -116,7 +122,8 @@ def timed(
         return known
     usage = update.usage
     amount = work.get(update.device, 1.0)
-    took = Took(update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1)
+    moved = usage.down_bytes + usage.up_bytes
+    took = Took(update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1, moved)
     return noted(known, update.device, took)
 
 
@@ -195,6 +202,11 @@ class Fleet(NamedTuple):
     rest_s: float  # longest time outside the task itself
     pace_s: float | None  # slowest pace
     examples: int = 1  # most that a device has
+    link: cost_model.Link = ASSUMED
+
+    def fetch_s(self, ask: Ask) -> float:
+        """Time outside the task of a device that has not answered: as others', and as its bytes will take."""
+        return max(self.rest_s, self.link.seconds(ask.bytes))
 
     @staticmethod
     def of(known: Known) -> Fleet:
@@ -202,7 +214,9 @@ class Fleet(NamedTuple):
         logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
         rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
         examples = max((each.examples for took in known.values() for each in took), default=1)
-        return Fleet(logs, rest_s, max((pace(took) for took in known.values()), default=None), examples)
+        slowest = max((pace(took) for took in known.values()), default=None)
+        link = cost_model.Link.measured([(each.bytes, each.rest_s) for took in known.values() for each in took])
+        return Fleet(logs, rest_s, slowest, examples, link or ASSUMED)
 
 
 def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
@@ -213,13 +227,12 @@ def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
         return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
     if took:
         return pace(took) * ask.amount
-    fetch_s = ask.bytes / LINK_BYTES_PER_S
     if base_s is not None and fleet.logs:
-        return max(fleet.rest_s, fetch_s) + base_s * _p90(fleet.logs, FLEET_SPREAD)
+        return fleet.fetch_s(ask) + base_s * _p90(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * ask.amount
     if base_s is not None and not ask.work.flops_per_example:  # else the profile predicts only half of it
-        return fetch_s + base_s * _p90((), FLEET_SPREAD)
+        return fleet.fetch_s(ask) + base_s * _p90((), FLEET_SPREAD)
     return None
 
 
@@ -229,7 +242,7 @@ def pace(took: Sequence[Took]) -> float:
 
 
 def _rest_s(took: Sequence[Took]) -> float:
-    return max(max(each.seconds - each.busy_s, 0.0) for each in took)
+    return max(each.rest_s for each in took)
 
 
 def _logs(took: Sequence[Took]) -> list[float]:
@@ -314,10 +327,11 @@ def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tu
     if ask.profile is None or not logs:
         return ()
     spread = OWN_SPREAD if own else FLEET_SPREAD
-    rest_s = _rest_s(took) if took else max(fleet.rest_s, ask.bytes / LINK_BYTES_PER_S)
+    rest_s = _rest_s(took) if took else fleet.fetch_s(ask)
     middle, high = math.exp(statistics.median(logs)), _p90(logs, spread)
     examples, idle_w = took[-1].examples if took else fleet.examples, ask.profile.idle_w or 0.0
-    points, found = ask.profile.points, []
+    points: list[OperatingPoint] = list(ask.profile.points)
+    found: list[energy_plan.Choice] = []
     most = int(ask.epochs * cohort.most_work) if own else ask.epochs
     numbers = [ask.epochs, *(each for each in range(1, most + 1) if each != ask.epochs)] if ask.epochs else [0]
     for epochs in numbers:
