@@ -15,6 +15,6 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def front(job: Path, bundle: Path | None, out: Path | None, format: str) -> int:
     """Show how long and how dear rounds of a job can be on its [fleet], as rounds planned for energy are."""
-    from fedquilt.tools.report import energy_front as tool
+    from fedquilt.tools.experiments import energy_front as tool
 
     return tool.main(homes.load_job(job), homes.bundle_of(job, bundle), out, format)

@@ -30,8 +30,8 @@ from fedquilt.core import JobError, OperatingPoint
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice, Traits
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.experiments import energy_front
 from fedquilt.tools.experiments.intervals import interval
-from fedquilt.tools.report import energy_front
 from fedquilt.tools.report.figures import figure
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import run as simulation

@@ -11,7 +11,7 @@ import pytest
 from fedquilt import profiles
 from fedquilt.cli import main
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.tools.report import energy_front
+from fedquilt.tools.experiments import energy_front
 from fedquilt.tools.simulation import agents
 
 DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
