@@ -525,7 +525,7 @@ def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> N
     state = after(state, fact, Answered(1, update("c", 1), 20.0), Answered(1, update("b", 1), 9.0), Closed(1))
     assert state.deadline_s == 45.0
     state = after(state, committed(1), Asked(2, 0, ("b", "c")), Answered(2, update("c", 2), 30.0))
-    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1), (2, 30.0, 1.0, 0.0, None, 1))
+    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:
@@ -597,7 +597,7 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
     fact = state.answered_by(held, 120.0, Ask(Work(flops=100.0), profile))
     assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
-    assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1),)}
+    assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
 
 
 def test_facts_of_an_older_log_are_still_read() -> None:
