@@ -9,6 +9,10 @@ devices. Policies, `[cohort] deadline`:
     paper      FedStitch (arXiv 2409.07202), section 4.4: the slowest time of the last round, d = max t_i, times the
                ratio of work, which the paper's depth factor mu and pool factor sigma express. It never
                falls once devices slow down until they just meet it; kept for comparison
+    energy     the time that needs the fewest joules of all boards asked, waiting included, with epochs moved to
+               boards that need fewer where the method allows it: `energy_plan`. Times are those of "predicted", at
+               every point. A board without known joules keeps its epochs and its time. At the first round, or
+               without profiles, it is "predicted"
 
 A time runs from the request to the answer, transfers included, as the deadline bounds both.
 With a profile, the time outside the task is separate, as it does not grow with the work; and a task's
@@ -28,8 +32,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from fedquilt import cost_model
+from fedquilt.coordinator import energy_plan
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import OperatingPoint, Profile, Work
+from fedquilt.core import OperatingPoint, Profile, Update, Work
+from fedquilt.core.messages import ADDED
 
 RECENT = 5  # rounds remembered of each device
 PERCENTILE = 0.9  # share of the devices asked that is expected in time, or the quorum if that is more
@@ -38,7 +44,7 @@ Z90 = statistics.NormalDist().inv_cdf(0.9)
 OWN_SPREAD = 0.2  # of log(time / profile), between a device's rounds: assumed, and worth PRIOR observations
 FLEET_SPREAD = 0.5  # likewise between devices, and of a profile without any observation
 PRIOR = 2
-LINK_BYTES_PER_S = 1e6  # assumed for a device that has fetched nothing yet
+ASSUMED = cost_model.Link(bytes_per_s=1e6)  # until the fleet has shown what transfers take
 
 
 class Took(NamedTuple):
@@ -50,6 +56,12 @@ class Took(NamedTuple):
     busy_s: float = 0.0  # part of `seconds` within the task itself
     expected_s: float | None = None  # duration predicted by the board's profile, at the point at which the task ran
     examples: int = 1  # of the device's own, that `expected_s` counts
+    bytes: int = 0  # of blobs, down and up
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds outside the task itself: transfers, mostly."""
+        return max(self.seconds - self.busy_s, 0.0)
 
 
 class Ask(NamedTuple):
@@ -58,6 +70,14 @@ class Ask(NamedTuple):
     work: Work = Work()
     profile: Profile | None = None
     bytes: int = 0  # of blobs, some of which the device may have
+    epochs: int = 0  # in `work`, where the method lets devices train for unequal numbers of them; 0: it does not
+    epoch: Work = Work()  # one of them, the only part of `work` that grows with their number
+
+    def trained_for(self, epochs: int) -> Ask:
+        """The same task with another number of epochs."""
+        more = epochs - self.epochs
+        sums = {name: getattr(self.work, name) + more * getattr(self.epoch, name) for name in ADDED}
+        return self._replace(work=msgspec.structs.replace(self.work, **sums), epochs=epochs)
 
     @property
     def amount(self) -> float:
@@ -92,7 +112,29 @@ class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Known: TypeAlias = Mapping[str, tuple[Took, ...]]  # device -> its last rounds, oldest first
 Asks: TypeAlias = Mapping[str, Ask]
-Policy: TypeAlias = Callable[[Cohort, Known, Asks], float | None]
+
+
+def timed(
+    known: Known, update: Update, work: Mapping[str, float], took_s: float | None, expected_s: float | None
+) -> Known:
+    """Durations with that of an answer, whose fact says `took_s` and `expected_s`; `work` is `Ask.amount` by device."""
+    if took_s is None:
+        return known
+    usage = update.usage
+    amount = work.get(update.device, 1.0)
+    moved = usage.down_bytes + usage.up_bytes
+    took = Took(update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1, moved)
+    return noted(known, update.device, took)
+
+
+class Allowed(NamedTuple):
+    """What a rule decides for a round."""
+
+    seconds: float | None = None  # until its deadline; None: `deadline_s`, for lack of a prediction
+    epochs: Mapping[str, int] = {}  # device -> epochs, where they are not those of `Ask`
+
+
+Policy: TypeAlias = Callable[[Cohort, Known, Asks], Allowed]
 
 
 def amount(work: Work) -> float:
@@ -126,29 +168,31 @@ def noted(known: Known, device: str, took: Took) -> Known:
     return {**known, device: (*known.get(device, ()), took)[-RECENT:]}
 
 
-def allowed_s(cohort: Cohort, known: Known, asked: Asks) -> float | None:
-    """Seconds allowed for a round with these tasks; None: `deadline_s`, for lack of a prediction."""
+def allowed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """Decide a round with these tasks by the cohort's rule: never less than FLOOR_S or more than `deadline_s`."""
     found = POLICIES[cohort.deadline](cohort, known, asked)
-    return None if found is None else min(max(found, FLOOR_S), cohort.deadline_s)
+    if found.seconds is None:
+        return found
+    return found._replace(seconds=min(max(found.seconds, FLOOR_S), cohort.deadline_s))
 
 
-def fixed(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+def fixed(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """No prediction: `deadline_s` applies."""
-    return None
+    return Allowed()
 
 
 # -- predicted ------------------------------------------------------------------------------------
 
 
-def predicted(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+def predicted(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """Prediction for the round: a high percentile over devices of their 90th percentiles, plus slack."""
     fleet = Fleet.of(known)
     found = [_upper_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
     if not times or len(times) < len(found):
-        return None
+        return Allowed()
     needed = max(PERCENTILE, cohort.quorum / (1 + cohort.over_select))
-    return (1 + cohort.slack) * times[math.ceil(needed * len(times)) - 1]
+    return Allowed((1 + cohort.slack) * times[math.ceil(needed * len(times)) - 1])
 
 
 class Fleet(NamedTuple):
@@ -158,6 +202,11 @@ class Fleet(NamedTuple):
     rest_s: float  # longest time outside the task itself
     pace_s: float | None  # slowest pace
     examples: int = 1  # most that a device has
+    link: cost_model.Link = ASSUMED
+
+    def fetch_s(self, ask: Ask) -> float:
+        """Time outside the task of a device that has not answered: as others', and as its bytes will take."""
+        return max(self.rest_s, self.link.seconds(ask.bytes))
 
     @staticmethod
     def of(known: Known) -> Fleet:
@@ -165,7 +214,9 @@ class Fleet(NamedTuple):
         logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
         rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
         examples = max((each.examples for took in known.values() for each in took), default=1)
-        return Fleet(logs, rest_s, max((pace(took) for took in known.values()), default=None), examples)
+        slowest = max((pace(took) for took in known.values()), default=None)
+        link = cost_model.Link.measured([(each.bytes, each.rest_s) for took in known.values() for each in took])
+        return Fleet(logs, rest_s, slowest, examples, link or ASSUMED)
 
 
 def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
@@ -176,13 +227,12 @@ def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
         return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
     if took:
         return pace(took) * ask.amount
-    fetch_s = ask.bytes / LINK_BYTES_PER_S
     if base_s is not None and fleet.logs:
-        return max(fleet.rest_s, fetch_s) + base_s * _p90(fleet.logs, FLEET_SPREAD)
+        return fleet.fetch_s(ask) + base_s * _p90(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * ask.amount
     if base_s is not None and not ask.work.flops_per_example:  # else the profile predicts only half of it
-        return fetch_s + base_s * _p90((), FLEET_SPREAD)
+        return fleet.fetch_s(ask) + base_s * _p90((), FLEET_SPREAD)
     return None
 
 
@@ -192,7 +242,7 @@ def pace(took: Sequence[Took]) -> float:
 
 
 def _rest_s(took: Sequence[Took]) -> float:
-    return max(max(each.seconds - each.busy_s, 0.0) for each in took)
+    return max(each.rest_s for each in took)
 
 
 def _logs(took: Sequence[Took]) -> list[float]:
@@ -215,15 +265,87 @@ def _p90(logs: Sequence[float], spread: float) -> float:
 # -- paper ----------------------------------------------------------------------------------------
 
 
-def paper(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+def paper(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
     """Slowest time of the last round, times the ratio of this round's work to that one's (FedStitch, section 4.4)."""
     every = [each for took in known.values() for each in took]
     if not every:
-        return None
+        return Allowed()
     last = max(each.round for each in every)
     before = [each for each in every if each.round == last]
     ratio = max(ask.amount for ask in asked.values()) / max(each.work for each in before)  # mu * sigma
-    return max(each.seconds for each in before) * ratio
+    return Allowed(max(each.seconds for each in before) * ratio)
 
 
-POLICIES: Mapping[str, Policy] = {"fixed": fixed, "predicted": predicted, "paper": paper}
+# -- energy ---------------------------------------------------------------------------------------
+
+
+def energy(cohort: Cohort, known: Known, asked: Asks) -> Allowed:
+    """The plan of fewest joules within the cohort's seconds, or the shortest within its joules."""
+    problem = energy_problem(cohort, known, asked)
+    plan = problem and energy_planned(cohort, *problem)
+    if not plan:
+        return predicted(cohort, known, asked)
+    moved = {device: plan.epochs[device] for device, ask in asked.items() if ask.epochs not in (0, plan.epochs[device])}
+    return Allowed(plan.seconds, moved)
+
+
+def energy_planned(cohort: Cohort, boards: Mapping[str, energy_plan.Board], passes: int) -> energy_plan.Plan | None:
+    """The plan of a cohort's bounds, for what `energy_problem` says; None: there is none."""
+    if cohort.joules_per_round is not None:
+        return energy_plan.least_seconds(boards, passes, cohort.joules_per_round)
+    return energy_plan.least_joules(boards, passes, min(cohort.seconds_per_round or math.inf, cohort.deadline_s))
+
+
+def energy_problem(cohort: Cohort, known: Known, asked: Asks) -> tuple[dict[str, energy_plan.Board], int] | None:
+    """Choices of each board, and how many examples the cohort goes through.
+
+    None: of one of the boards no time can be predicted, or of none the joules.
+    """
+    fleet, boards, priced = Fleet.of(known), {}, False
+    for device, ask in asked.items():
+        took = known.get(device, ())
+        choices = _choices(cohort, took, ask, fleet)
+        priced = priced or bool(choices)
+        if not choices and (upper_s := _upper_s(took, ask, fleet)) is not None:
+            choices = (energy_plan.Choice(upper_s, 0.0, ask.epochs or 1),)
+        if not choices:
+            return None
+        examples = took[-1].examples if took else fleet.examples
+        idle_w = ask.profile.idle_w if ask.profile else None
+        boards[device] = energy_plan.Board(choices, examples, idle_w or 0.0)
+    passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
+    return (boards, passes) if priced else None
+
+
+def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tuple[energy_plan.Choice, ...]:
+    """Times and joules above idle at each point of a board, for each number of epochs; (): not known.
+
+    Points that another one beats in both are left out. A device that has not answered keeps its epochs.
+    """
+    own = _logs(took)
+    logs = own or fleet.logs
+    if ask.profile is None or not logs:
+        return ()
+    spread = OWN_SPREAD if own else FLEET_SPREAD
+    rest_s = _rest_s(took) if took else fleet.fetch_s(ask)
+    middle, high = math.exp(statistics.median(logs)), _p90(logs, spread)
+    examples, idle_w = took[-1].examples if took else fleet.examples, ask.profile.idle_w or 0.0
+    points: list[OperatingPoint] = list(ask.profile.points)
+    found: list[energy_plan.Choice] = []
+    most = int(ask.epochs * cohort.most_work) if own else ask.epochs
+    numbers = [ask.epochs, *(each for each in range(1, most + 1) if each != ask.epochs)] if ask.epochs else [0]
+    for epochs in numbers:
+        work = (ask.trained_for(epochs) if epochs else ask).work.on(examples)
+        timed = [(cost_model.seconds(work, point), point) for point in points if point.busy_w is not None]
+        rising = sorted(((each_s, point) for each_s, point in timed if each_s is not None), key=lambda each: each[0])
+        points, least = [], math.inf
+        for each_s, point in rising:
+            above_j = max((cost_model.joules(each_s, point) or 0.0) - idle_w * each_s, 0.0) * middle
+            if above_j < least:
+                least = above_j
+                points.append(point)
+                found.append(energy_plan.Choice(rest_s + each_s * high, above_j, epochs or 1))
+    return tuple(found)
+
+
+POLICIES: Mapping[str, Policy] = {"fixed": fixed, "predicted": predicted, "paper": paper, "energy": energy}

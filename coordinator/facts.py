@@ -55,6 +55,7 @@ class Asked(Fact, frozen=True):
     work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method predicts it
     deadline_s: float | None = None  # of the round that this fact opens; None: the cohort's
     coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
+    epochs: dict[str, int] = {}  # device -> epochs to train for in this round, where they are not the job's
 
 
 class Declined(Fact, frozen=True):
@@ -192,6 +193,7 @@ class Rounds(msgspec.Struct, frozen=True):
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
     work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
+    epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
     took: deadline.Known = field(default_factory=dict)
     eligible: frozenset[str] = frozenset()  # as last surveyed
     passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of the reason why it cannot be asked
@@ -304,7 +306,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
                 asked=state.asked - {device},
                 answered={**state.answered, device: fact.update},
                 spent=state.spent.plus(fact.update.usage),
-                took=_timed(state, fact),
+                took=state.took if state.plan.cohort.deadline == "fixed" else _timed(state, fact),
             )
         case Lost():
             return _lost(state, fact, now_s)
@@ -331,6 +333,7 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
         roll=state.roll | set(fact.devices),
         asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
         work={**state.work, **fact.work},
+        epochs={**state.epochs, **fact.epochs},
         since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
     )
 
@@ -346,13 +349,8 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
 
 
 def _timed(state: Rounds, fact: Answered) -> deadline.Known:
-    """Record the device's duration, where later deadlines are predicted from it."""
-    if fact.took_s is None or state.plan.cohort.deadline == "fixed":
-        return state.took
-    device, usage = fact.update.device, fact.update.usage
-    work = state.work.get(device, 1.0)  # as of `Ask.amount`
-    took = deadline.Took(fact.round, fact.took_s, work, usage.wall_s, fact.expected_s, usage.examples or 1)
-    return deadline.noted(state.took, device, took)
+    """Durations with the device's, from which later deadlines are predicted."""
+    return deadline.timed(state.took, fact.update, state.work, fact.took_s, fact.expected_s)
 
 
 def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
@@ -377,6 +375,7 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
         opened_s=now_s,
         state=fact.state,
         asked=frozenset(),
+        epochs={},
         silent=(),
         answered={},
         declined={},

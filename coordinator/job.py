@@ -154,8 +154,9 @@ class Running:
             known = Ask(Work(), profile)
             if order is not None:
                 able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
-                work = tasks.work_of(order, self.rounds.actions, (able or self.engines)[0], self._held())
-                known = Ask(work, profile, tasks.blob_bytes(order))
+                uneven = self._half is self.method and self.method.uneven
+                known = tasks.ask_of(order, self.rounds.actions, (able or self.engines)[0], self._held(), uneven)
+                known = known._replace(profile=profile)
             self._asks[device] = known
             self._orders.pop(device, None)
             if order is not None:
@@ -359,7 +360,7 @@ class Running:
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))
-        return self._half.send(self.state, view)
+        return tasks.trained_for(self._half.send(self.state, view), self.rounds.epochs.get(device))
 
     @property
     def _half(self) -> Method | Settle:
@@ -369,6 +370,8 @@ class Running:
     def _note(self, fact: AnyFact, after: Rounds) -> None:
         if isinstance(fact, Answered) and fact.update.usage.examples is not None:
             self._examples[fact.update.device] = fact.update.usage.examples
+        for device in fact.epochs if isinstance(fact, Asked) else ():
+            self._asks.pop(device, None)  # of the job's epochs
         self.rounds = after
 
     def _initialise(self, now_s: float) -> None:

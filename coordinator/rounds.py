@@ -149,8 +149,9 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
     if not chosen:
         return None
     asks = {device: ask(device) for device in chosen}
-    allowed_s = deadline.allowed_s(plan.cohort, state.took, asks)
-    return Asked(state.round, state.attempt, chosen, _amounts(asks), allowed_s)
+    allowed = deadline.allowed(plan.cohort, state.took, asks)
+    asks.update({device: asks[device].trained_for(epochs) for device, epochs in allowed.epochs.items()})
+    return Asked(state.round, state.attempt, chosen, _amounts(asks), allowed.seconds, epochs=dict(allowed.epochs))
 
 
 def _drawn(state: Rounds, free: set[str], count: int) -> tuple[str, ...]:

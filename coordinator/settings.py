@@ -27,8 +27,11 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
     deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
-    deadline: Literal["fixed", "predicted", "paper"] = "fixed"  # rule for a shorter one: coordinator/deadline.py
+    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: deadline.py
     slack: Annotated[float, Meta(ge=0)] = 0.5  # share added with "predicted"
+    seconds_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": longest round; None: `deadline_s`
+    joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
+    most_work: Annotated[float, Meta(ge=1)] = 2.0  # with "energy": most epochs of a device, by those of the job
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
     prefer: Literal["random", "energy"] = "random"  # "energy": by fewer joules for the same work
     turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort.py
@@ -161,6 +164,7 @@ def parse(table: Mapping[str, Any]) -> Job:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     require_enough(job, method.least(given))
+    require_planned(job.cohort)
     with config.naming("[cohort] select"):
         labels.require_selection(job.cohort.select)
     with config.naming("[fleet] labels"):
@@ -195,6 +199,22 @@ def require_enough(job: Job, least: int) -> None:
         raise JobError(
             f"[cohort] a round may close with {fewest} {'update' if fewest == 1 else 'updates'}, and with its [params] "
             f"{job.method} needs {least} or more: set min_devices = {least}"
+        )
+
+
+def require_planned(cohort: Cohort) -> None:
+    """Check that a bound of rounds planned for energy is one that is heeded.
+
+    Raises:
+        JobError: another rule would not heed it, or there are two.
+    """
+    bounds = [name for name in ("seconds_per_round", "joules_per_round") if getattr(cohort, name) is not None]
+    if bounds and cohort.deadline != "energy":
+        raise JobError(f'[cohort] {bounds[0]}: only deadline = "energy" heeds it; set that, or leave {bounds[0]} out')
+    if len(bounds) > 1:
+        raise JobError(
+            "[cohort] seconds_per_round and joules_per_round: a round is the cheapest within so many seconds, or the "
+            "shortest within so many joules; keep one of them"
         )
 
 

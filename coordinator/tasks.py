@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from fedquilt import tensors
+from fedquilt import layer_costs, tensors
+from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import Action, BlobRef, Order, Task, Tensors, Work
 from fedquilt.core.messages import ADDED
 
@@ -56,6 +58,24 @@ def work_of(order: Order, actions: Sequence[Action], engine: str, held: float = 
     if "work" in actions and "check" in actions:
         work = work.plus(evaluation(order, held))
     return msgspec.structs.replace(work, workload=f"{engine}-{work.workload}" if work.workload else "")
+
+
+def trained_for(order: Order | None, epochs: int | None) -> Order | None:
+    """The order with another number of epochs, and their work; `epochs` None: as it is."""
+    if order is None or epochs is None:
+        return order
+    work = layer_costs.repeated(order.work, epochs / order.params["epochs"])
+    return dataclasses.replace(order, params={**order.params, "epochs": epochs}, work=work)
+
+
+def ask_of(order: Order, actions: Sequence[Action], engine: str, held: float, uneven: bool) -> Ask:
+    """What an order asks of a device whose profile is not known; arguments as of `work_of`.
+
+    `uneven`: the method lets devices train for unequal numbers of epochs.
+    """
+    found = Ask(work_of(order, actions, engine, held), bytes=blob_bytes(order))
+    epochs = int(order.params.get("epochs", 0)) if uneven and "work" in actions else 0
+    return found._replace(epochs=epochs, epoch=layer_costs.repeated(order.work, 1 / epochs)) if epochs else found
 
 
 def evaluation(order: Order, held: float = HELD) -> Work:

@@ -8,11 +8,17 @@ Arithmetic and memory traffic do not overlap. A launch is an operation that an e
 on its size, and decides how long small networks take. Profiles compute a point's numbers from its clocks, for each
 workload that was measured (`Rates`); other workloads use the point's own numbers. A launch or a task whose cost is
 not known counts 0 seconds, and so does traffic without a rate: profiles from before these numbers predict as they did.
+
+What a task is sent and sends takes time besides, in which the board idles. Rates are a fleet's, as measured (`Link`):
+
+    t = transfer_s + bytes / bytes_per_s
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from fedquilt.core import OperatingPoint, Rates, Work
 
@@ -48,3 +54,33 @@ def launch_s(work: Work, point: OperatingPoint) -> float:
 def joules(duration_s: float, point: OperatingPoint) -> float | None:
     """Joules of the whole board in that time; None: its power is unknown."""
     return None if point.busy_w is None else point.busy_w * duration_s
+
+
+class Link(NamedTuple):
+    """What transfers of blobs cost between the coordinator and its boards."""
+
+    transfer_s: float = 0.0  # of one task, whatever its size: messages, claims, waiting in queues
+    bytes_per_s: float = math.inf
+
+    def seconds(self, size: int) -> float:
+        """Seconds of transfers of so many bytes in all."""
+        return self.transfer_s + size / self.bytes_per_s
+
+    @staticmethod
+    def measured(transfers: Sequence[tuple[int, float]]) -> Link | None:
+        """Fit a link to tasks' transfers, as (bytes, seconds); None: fewer than three say anything.
+
+        Where sizes are too much alike to tell what does not grow with them, or seem to take less the larger they are,
+        all the time counts as the bytes': more bytes are then predicted to take too long rather than too short.
+        """
+        known = [(size, seconds) for size, seconds in transfers if size > 0]
+        if len(known) < 3:
+            return None
+        sizes, times = zip(*known, strict=True)
+        size, seconds = sum(sizes) / len(known), sum(times) / len(known)
+        if max(sizes) >= 2 * min(sizes):  # by least squares
+            spread = sum((each - size) ** 2 for each in sizes)
+            slope = sum((each - size) * (took - seconds) for each, took in known) / spread
+            if slope > 0 and seconds >= slope * size:
+                return Link(seconds - slope * size, 1 / slope)
+        return Link(0.0, size / seconds if seconds > 0 else math.inf)

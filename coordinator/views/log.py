@@ -121,7 +121,9 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, predicted" if fact.deadline_s is not None else ""
-            return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *fact.coverage]
+            moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
+            work = [f"round {fact.round}: epochs, as planned for energy: {moved}"] if moved else []
+            return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():

@@ -22,7 +22,17 @@ SECTIONS: Final = {
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
     "Look at runs and boards": ("ls", "devices", "logs", "why", "report", "evaluate", "export", "run-model", "metrics"),
     "Clear up": ("delete", "prune", "kept"),
-    "Experiments": ("partition", "compare", "methods", "conformance", "simulate", "reproduce", "audit", "bench"),
+    "Experiments": (
+        "partition",
+        "front",
+        "compare",
+        "methods",
+        "conformance",
+        "simulate",
+        "reproduce",
+        "audit",
+        "bench",
+    ),
     "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
     "Broker and identities": ("broker", "ca", "enrol"),
 }

@@ -191,4 +191,5 @@ class Method:
     tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)
     anew: bool = False  # a device whose private state is lost may begin it anew; else it declines, by name
     refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why
+    uneven: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of its params
     keeps: str = ""  # what a round holds of each device's update beside its sums; "": nothing, whatever the fleet

@@ -78,4 +78,4 @@ def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
     return replace(state, model=fedavg.cast(model, state.model))
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2007.07481", params=Params, fold=fold, step=step)
+METHOD = replace(fedavg.METHOD, paper="arXiv 2007.07481", params=Params, fold=fold, step=step, uneven=True)

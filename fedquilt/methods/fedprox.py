@@ -3,7 +3,9 @@
 Paper: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020 (arXiv 1812.06127),
 Eq. 2: the local objective gains mu/2 * ||w - w_t||^2, hence its gradient mu * (w - w_t).
 
-Deviations: none in the objective; every device runs all its local epochs (no partial work).
+Deviations: none in the objective. Every device runs all its local epochs, but for rounds that are planned for energy
+(`[cohort] deadline`): there devices run unequal numbers of them, as the paper's partial work does, and count by their
+examples.
 """
 
 from dataclasses import dataclass, replace
@@ -29,4 +31,4 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.work(task, site, pull)
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work)
+METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work, uneven=True)

@@ -9,13 +9,18 @@ import plain
 import pytest
 
 from fedquilt.coordinator import deadline
-from fedquilt.coordinator.deadline import Ask, Fleet, Took, allowed_s, amount, expected_s, noted
+from fedquilt.coordinator.deadline import Ask, Fleet, Took, amount, expected_s, noted
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Work
 
 
 def cohort(policy: str = "predicted", **changes: float) -> Cohort:
     return msgspec.convert({"deadline": policy, "slack": 0.5, **changes}, Cohort)
+
+
+def allowed_s(cohort: Cohort, known: deadline.Known, asked: deadline.Asks) -> float | None:
+    """Seconds that the cohort's rule allows."""
+    return deadline.allowed(cohort, known, asked).seconds
 
 
 def asks(amounts: dict[str, float]) -> dict[str, Ask]:
@@ -200,3 +205,16 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
     assert found is not None
     assert twice is not None
     assert twice / found == pytest.approx(210 / 110)
+
+
+def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took() -> None:
+    """2 s for a task, and 1 s for 5 MB: 20 MB take 6 s, not the 20 s of an assumed link; the task is 50 s * 1.898."""
+    known = {
+        name: (Took(0, 10.0 + 2.0 + size / 5e6, 20.0, 10.0, 10.0, 1, size),)
+        for name, size in (("x", 1_000_000), ("y", 2_000_000), ("z", 4_000_000))
+    }
+    ask = {"a": Ask(Work(flops=100.0), FAST, 20_000_000)}
+    without = {"a": Ask(Work(flops=100.0), FAST)}
+    more_s = (allowed_s(cohort(**SURE), known, ask) or 0.0) - (allowed_s(cohort(**SURE), known, without) or 0.0)
+    assert more_s == pytest.approx(6.0 - 2.8)  # the longest of the others is what any board is given
+    assert allowed_s(cohort(**SURE), {}, ask) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)

@@ -100,10 +100,10 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
     state = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
     assert state.answered_by(update("a"), 130.0).took_s == 30.0
     restarted = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
-    slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0))
+    slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0, down_bytes=700, up_bytes=300))
     assert restarted.answered_by(slow, 6.0).took_s == 28.0
-    replayed = after(state, Answered(0, update("a"), 30.0), now_s=9999.0)
-    assert replayed.took == {"a": ((0, 30.0, 2.0, 0.0, None, 1),)}
+    replayed = after(state, Answered(0, slow, 30.0), now_s=9999.0)
+    assert replayed.took == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
 
 
 def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:

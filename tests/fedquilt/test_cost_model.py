@@ -147,3 +147,21 @@ def test_work_without_new_counts_travels_as_agents_before_them_expect():
     """An agent from before launches refuses unknown fields: those at their defaults are left out."""
     sent = msgspec.json.decode(msgspec.json.encode(Work(flops=5.0, examples=3)))
     assert sent == {"flops": 5.0, "examples": 3}
+
+
+def test_a_link_is_what_transfers_of_unlike_sizes_show():
+    """2 s for each task and 1 s for 5 MB; larger transfers never take less time."""
+    told = [(size, 2.0 + size / 5e6) for size in (0, 1_000_000, 3_000_000, 9_000_000)]
+    link = cost_model.Link.measured(told)
+    assert (link.transfer_s, link.bytes_per_s) == pytest.approx((2.0, 5e6))
+    assert link.seconds(20_000_000) == pytest.approx(6.0)
+    assert cost_model.Link.measured(told[:3]) is None  # a task without bytes says nothing of bytes
+
+
+@pytest.mark.parametrize("times", [(3.0, 3.0, 3.0), (3.0, 2.0, 1.0), (0.1, 2.0, 9.0)])
+def test_a_link_that_cannot_be_told_apart_counts_all_time_as_the_bytes(times):
+    """Like sizes, times that fall with the size, and a line that begins below 0: no cost is negative."""
+    sizes = (1_000_000,) * 3 if times[0] == times[2] else (1_000_000, 2_000_000, 3_000_000)
+    link = cost_model.Link.measured(list(zip(sizes, times, strict=True)))
+    assert link == (0.0, pytest.approx(sum(sizes) / sum(times)))
+    assert cost_model.Link.measured([(size, 0.0) for size in sizes]).seconds(10**9) == 0.0

@@ -4,7 +4,9 @@ Rounds are decided by the coordinator's own code on virtual time, and clocks by 
 boards are simulated from their profiles. A board's times differ from its profile's by a factor of its own,
 which nobody is told, and by 10 % from task to task. Ten of forty boards of unequal speed are asked in a
 round, and rounds take unequal work. A round goes on until all have answered, so no rule saves time by leaving
-work behind; "waiting" is from a device's answer to the end of its round, over all tasks.
+work behind; "waiting" is from a device's answer to the end of its round, over all tasks. Joules are those of
+the round's boards until its end, waiting at idle power included. There is nothing to move
+between boards, as tasks are all alike; `planned` trains with methods where there is.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from fedquilt.core import BlobRef, Cost, OperatingPoint, Profile, Update, Usage,
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.power import governor
 from fedquilt.edge_agent.power.learned import Learned, Seen, highest, taught
+from fedquilt.tools.bench import planned
 from fedquilt.tools.report.figures import at_least, figure, figure_lines
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
@@ -66,7 +69,8 @@ class Board:
         if faster is not None:
             held = self.device.hold(faster)
         second = self._seen(held, rest)
-        took = Cost(duration_s=first.seconds + second.seconds, point=held.name)
+        joules = sum(each.seconds * (each.point.busy_w or 0.0) for each in (first, second))
+        took = Cost(duration_s=first.seconds + second.seconds, energy_j=joules, point=held.name)
         self.device.cost(work, took)  # now it is over
         self._learned = taught(taught(self._learned, first), second)
         return took
@@ -82,6 +86,7 @@ class Tally:
     tasks: int = 0
     in_time: int = 0
     waiting_s: float = 0.0
+    joules: float = 0.0  # of all tasks, and of waiting for them and after them
     lasted_s: float = 0.0
     allowed_s: float = 0.0  # deadlines, over rounds
 
@@ -148,6 +153,9 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
                 tally.tasks += len(current.came_s)
                 tally.in_time += sum(at_s <= current.limit_s for at_s in current.came_s)
                 tally.waiting_s += sum(now_s - at_s for at_s in current.came_s)
+                for device, update in state.answered.items():
+                    idle_s = now_s - current.began_s - update.usage.wall_s
+                    tally.joules += (update.usage.energy_j or 0.0) + (boards[device].device.idle_w or 0.0) * idle_s
                 tally.lasted_s += now_s - current.began_s
             case _:
                 pass
@@ -163,12 +171,12 @@ def _update(device: str, round: int, cost: Cost) -> Update:
         weight=1.0,
         bundles={},
         metrics={},
-        usage=Usage(wall_s=cost.duration_s, point=cost.point),
+        usage=Usage(wall_s=cost.duration_s, energy_j=cost.energy_j, point=cost.point),
     )
 
 
 def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]:
-    """All rules with all governors, over all seeds."""
+    """All rules with all governors, over all seeds; and training by the rules, likewise."""
     table = [
         {"governor": policy, "deadline": rule, **_row([play(rule, policy, seed, count) for seed in seeds], count)}
         for policy in GOVERNORS
@@ -184,6 +192,7 @@ def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]
     figures["waiting, predicted over paper, governor paper"] = figure(waits["paper", "predicted"] / theirs, 1, "x")
     figures["waiting, predicted and energy over paper's both"] = figure(waits["energy", "predicted"] / theirs, 1, "x")
     same = {policy: round(waits[policy, "predicted"] / waits[policy, "paper"], 3) for policy in GOVERNORS}
+    training = planned.measure(seeds, count)
     return {
         "bench": "deadlines",
         "boards": {name: SimulatedDevice.named(name).provenance for name in BOARDS},
@@ -195,7 +204,8 @@ def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]
         "slack": Cohort().slack,
         "table": table,
         "waiting_predicted_over_paper": same,
-        "figures": figures,
+        "training": training,
+        "figures": {**figures, **training["figures"]},
     }
 
 
@@ -207,6 +217,7 @@ def _row(tallies: Sequence[Tally], count: int) -> dict[str, float]:
         "in_time_percent": round(100 * sum(tally.in_time for tally in tallies) / tasks, 2),
         "waiting_s": round(sum(tally.waiting_s for tally in tallies), 1),
         "waiting_a_task_s": round(sum(tally.waiting_s for tally in tallies) / tasks, 1),
+        "joules": round(sum(tally.joules for tally in tallies) / count, 1),
         "round_s": round(sum(tally.lasted_s for tally in tallies) / count, 1),
         "deadline_s": round(sum(tally.allowed_s for tally in tallies) / count, 1),
     }
@@ -217,14 +228,16 @@ def lines(result: dict[str, Any]) -> list[str]:
     told = [
         f"{result['rounds']} rounds of {result['asked']} of {result['devices']} simulated boards, seeds "
         f"{', '.join(map(str, result['seeds']))}; times vary by {100 * result['noise']:.0f} %",
-        f"    {'governor':9} {'deadline':10} {'in time %':>9} {'waiting s/task':>15} {'round s':>8} {'deadline s':>11}",
+        f"    {'governor':9} {'deadline':10} {'in time %':>9} {'waiting s/task':>15} {'J/round':>8} {'round s':>8} "
+        f"{'deadline s':>11}",
     ]
     for row in result["table"]:
         told.append(
             f"    {row['governor']:9} {row['deadline']:10} {row['in_time_percent']:9.2f} "
-            f"{row['waiting_a_task_s']:15.1f} {row['round_s']:8.1f} {row['deadline_s']:11.1f}"
+            f"{row['waiting_a_task_s']:15.1f} {row['joules']:8.0f} {row['round_s']:8.1f} {row['deadline_s']:11.1f}"
         )
     ratios = ", ".join(f"{value:.2f} x {policy}" for policy, value in result["waiting_predicted_over_paper"].items())
     told.append(f"    waiting, predicted over paper, by governor: {ratios}")
     rests = ", ".join(f"{name} {kind}" for name, kind in result["boards"].items())
+    told += ["", *planned.lines(result["training"]), ""]
     return [*told, *figure_lines(result), f"    numbers of the profiles: {rests}"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fedquilt.tools.bench import deadlines
+import pytest
+
+from fedquilt.tools.bench import deadlines, planned
 
 
 def test_the_same_seed_plays_the_same_job_and_everybody_asked_answers() -> None:
@@ -21,11 +23,13 @@ def test_at_the_fastest_point_no_rule_changes_how_long_anybody_takes() -> None:
     assert plays[0].in_time == 30
 
 
-def test_the_result_has_a_row_for_each_rule_and_governor_and_reads_as_text() -> None:
-    """With the figures and where the profiles' numbers are from."""
+def test_the_result_has_a_row_for_each_rule_and_governor_and_reads_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the figures and where the profiles' numbers are from, and with training."""
+    monkeypatch.setattr(planned, "CASES", {"fednova": ("predicted", "energy")})
     result = deadlines.measure(seeds=(0,), count=2)
-    assert len(result["table"]) == 9
+    assert len(result["table"]) == 12
     assert all(row["tasks"] == 20 for row in result["table"])
+    assert [row["deadline"] for row in result["training"]["table"]] == ["predicted", "energy"]
     shown = "\n".join(deadlines.lines(result))
     assert "waiting, predicted over paper" in shown
     assert "jetson-nano" in shown

@@ -1,0 +1,195 @@
+"""`[cohort] deadline = "energy"`: from profiles and earlier rounds to a deadline and epochs, and on into tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator import deadline, rounds, settings, tasks
+from fedquilt.coordinator.deadline import Ask, Took, allowed
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import log
+from fedquilt.core import BlobRef, JobError, OperatingPoint, Order, Profile, Update, Usage, Work
+
+
+def cohort(**keys: float) -> Cohort:
+    return msgspec.convert({"deadline": "energy", **keys}, Cohort)
+
+
+def profile(name: str, *points: tuple[str, float, float | None], idle_w: float | None = 1.0) -> Profile:
+    """Points as (name, operations a second, watts)."""
+    found = tuple(OperatingPoint(name=point, flops_per_s=speed, busy_w=watts) for point, speed, watts in points)
+    return Profile(
+        device=name,
+        board="toy",
+        memory_bytes=1 << 30,
+        budget_bytes=1 << 30,
+        engines=("numpy",),
+        versions={},
+        points=found,
+        idle_w=idle_w,
+    )
+
+
+DEAR = profile("dear", ("fast", 1.0, 11.0), ("calm", 0.5, 5.0))  # 10 J above idle for a unit, or 8
+CHEAP = profile("cheap", ("fast", 4.0, 9.0))  # 2 J for a unit
+EPOCH = Work(flops_per_example=1.0)
+
+
+def training(board: Profile, epochs: int = 2) -> Ask:
+    """Two epochs of 1 operation for each example, whose number may be another."""
+    return Ask(Work(flops_per_example=float(epochs)), board, 0, epochs, EPOCH)
+
+
+def steady(seconds: float, expected_s: float, examples: int = 10) -> tuple[Took, ...]:
+    """Five rounds that took what the profile predicts for them."""
+    return tuple(Took(n, seconds, 2.0, seconds, expected_s, examples) for n in range(5))
+
+
+KNOWN = {"dear": steady(20.0, 20.0), "cheap": steady(5.0, 5.0)}
+P90 = 1.1755  # of five equal ratios: exp(1.2816 * sqrt(2 * 0.2^2 / 6 * 6 / 5)) = exp(1.2816 * 0.12649)
+BOTH = {"dear": training(DEAR), "cheap": training(CHEAP)}
+
+
+def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows() -> None:
+    """40 passes: 1 epoch of 10 s at the fast point or 20 s at the calm one, and 3 epochs of 7.5 s.
+
+    The calm point saves 20 J and makes both boards wait for 10 s * 1.1755 longer, at 2 W: 23.5 J. So fast it is.
+    """
+    found = allowed(cohort(), KNOWN, BOTH)
+    assert found.epochs == {"dear": 1, "cheap": 3}
+    assert found.seconds == pytest.approx(10.0 * P90, rel=1e-3)
+
+
+def test_without_work_to_move_only_the_time_is_chosen() -> None:
+    """By most_work, and where the method has the same epochs of all: 20 s at the fast point."""
+    unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
+    for found in (allowed(cohort(most_work=1.0), KNOWN, BOTH), allowed(cohort(), KNOWN, unmovable)):
+        assert found.epochs == {}
+        assert found.seconds == pytest.approx(20.0 * P90, rel=1e-3)
+
+
+def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded() -> None:
+    """40 s, within 30 s only 20 s; and within 200 J above idle the shortest of all."""
+    resting = {
+        device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
+    }
+    for keys, seconds in (({}, 40.0), ({"seconds_per_round": 30.0}, 20.0), ({"joules_per_round": 1e6}, 20.0)):
+        found = allowed(cohort(most_work=1.0, **keys), KNOWN, resting)
+        assert found.seconds == pytest.approx(seconds * P90, rel=1e-3)
+
+
+def test_before_anybody_has_answered_it_is_the_predicted_rule() -> None:
+    """Nobody but a device knows its examples; so is it where no profile tells watts."""
+    predicted = msgspec.structs.replace(cohort(), deadline="predicted")
+    mute = {"dear": training(profile("dear", ("fast", 1.0, None)))}
+    for known, asked in (({}, BOTH), (KNOWN, mute)):
+        assert allowed(cohort(), known, asked) == allowed(predicted, known, asked)
+
+
+def test_a_board_whose_joules_are_not_known_keeps_its_epochs_and_is_waited_for() -> None:
+    """It takes 100 s, and up to 117.6 s: so the others may be slow, as their waiting is paid anyway."""
+    mute = training(profile("mute", ("fast", 0.2, None)))
+    known = {**KNOWN, "mute": steady(100.0, 100.0)}
+    found = allowed(cohort(), known, {**BOTH, "mute": mute})
+    assert "mute" not in found.epochs
+    assert found.seconds == pytest.approx(100.0 * P90, rel=1e-3)
+
+
+def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples() -> None:
+    """It may have any number of them."""
+    found = allowed(cohort(), {"dear": KNOWN["dear"]}, BOTH)
+    assert "cheap" not in found.epochs
+    assert found.seconds is not None
+
+
+def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else() -> None:
+    """An evaluation and what a task costs besides stay as they are."""
+    order = Order({"epochs": 2}, {}, Work(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
+    ask = tasks.ask_of(order, ("work",), "numpy", 0.2, uneven=True)
+    assert (ask.epochs, ask.trained_for(2)) == (2, ask)
+    assert ask.trained_for(3).work == tasks.work_of(tasks.trained_for(order, 3), ("work",), "numpy")
+    both = tasks.ask_of(order, ("work", "check"), "numpy", 0.2, uneven=True)
+    assert both.trained_for(3).work.flops_per_example - both.work.flops_per_example == 3.0
+    for actions, uneven in ((("check",), True), (("work",), False)):
+        assert tasks.ask_of(order, actions, "numpy", 0.2, uneven=uneven).epochs == 0
+    assert tasks.trained_for(order, None) is order
+    assert tasks.trained_for(None, 3) is None
+
+
+def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without() -> None:
+    """The amounts of work are those of the planned epochs; times of later rounds are compared with them."""
+    blob = BlobRef(sha256="a" * 64, size=1)
+    plan = Plan(0, 5, cohort(), 0)
+    state = msgspec.structs.replace(apply(Rounds(plan), Started(blob), 0.0), took=KNOWN)
+    asked = rounds.decide(state, 0.0, BOTH.keys(), BOTH.__getitem__)
+    assert isinstance(asked, Asked)
+    assert asked.epochs == {"dear": 1, "cheap": 3}
+    assert asked.work == {"dear": 1.0, "cheap": 3.0}
+    state = apply(state, asked, 0.0)
+    assert state.epochs == asked.epochs
+    for device in BOTH:
+        update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
+        state = apply(state, Answered(0, update, 5.0, 5.0), 5.0)
+    assert [state.took[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
+    state = apply(apply(state, Closed(0), 5.0), Committed(0, blob, False, {}), 5.0)
+    assert state.epochs == {}
+
+
+@pytest.mark.parametrize(("method", "uneven"), [("fednova", True), ("fedprox", True), ("fedavg", False)])
+def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, method: str, uneven: bool) -> None:
+    """The log says them. Methods that count all epochs alike are not asked for other ones."""
+    network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+    model = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+    bundle.write(tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode(model)})
+    table = {"name": "j", "method": method, "params": {"epochs": 4}, "cohort": {"deadline": "energy"}}
+    with Store(tmp_path / "home") as store:
+        id = store.add(settings.parse(table), tmp_path / "bundle")
+        job = Running(store.job(id), store, 0.0, methods.load(method))
+        before = job.ask("a", CHEAP)
+        assert before.epochs == (4 if uneven else 0)
+        job.record(Asked(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
+        for running in (job, Running(store.job(id), store, 0.0, methods.load(method))):
+            sent = {device: running.task(device, "numpy", CHEAP, 0.0) for device in "ab"}
+            told = {device: task.params["epochs"] for device, task in sent.items() if task}
+            assert told == {"a": 7 if uneven else 4, "b": 4}
+            works = {device: task.work.flops_per_example for device, task in sent.items() if task}
+            assert works["a"] / works["b"] == (7 / 4 if uneven else 1)
+            assert sent["a"] is not None
+            assert running.ask("a", CHEAP).work == sent["a"].work
+
+
+def test_the_log_tells_the_planned_epochs() -> None:
+    """In a sentence of the round."""
+    told = log._sentences(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
+    assert told == [
+        "round 3: cohort a, b; deadline 42 s, predicted",
+        "round 3: epochs, as planned for energy: a 1, b 8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"seconds_per_round": 30}, 'only deadline = "energy" heeds it'),
+        ({"deadline": "predicted", "joules_per_round": 30}, "joules_per_round: only"),
+        ({"deadline": "energy", "joules_per_round": 30, "seconds_per_round": 30}, "keep one of them"),
+        ({"deadline": "energy", "most_work": 0.5}, "most_work"),
+    ],
+)
+def test_a_bound_that_nothing_heeds_is_refused(keys: dict[str, object], told: str) -> None:
+    """When the job is read."""
+    with pytest.raises(JobError, match=told):
+        settings.parse({"name": "j", "method": "fedavg", "cohort": keys})
+
+
+def test_every_rule_is_found_by_its_name() -> None:
+    """And energy is one."""
+    assert deadline.POLICIES["energy"] is deadline.energy

@@ -1,0 +1,97 @@
+"""`fedquilt front`: plans of a job's rounds as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt import profiles
+from fedquilt.cli import main
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.tools.experiments import energy_front
+from fedquilt.tools.simulation import agents
+
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+
+
+def job(
+    folder: Path, method: str = "fednova", more: str = "", boards: str = '"jetson-nano", "jetson-orin-nano"'
+) -> Path:
+    file = folder / "job.toml"
+    file.write_text(
+        f'name = "digits"\nmethod = "{method}"\n[params]\nepochs = 3\n[cohort]\ndeadline = "energy"\n{more}\n'
+        f'[fleet]\ndevices = 4\nboards = [{boards}]\n[data]\npath = "{DIGITS}"\npartition = "iid"\n'
+        '[model]\nname = "mlp"\ninputs = 64\nhidden = [8]\nclasses = 10\n'
+    )
+    assert main(["prepare", str(file)]) == 0
+    return file
+
+
+def told(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    capsys.readouterr()
+    assert main(["front", str(file), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_front_falls_from_its_shortest_plan_to_its_cheapest_which_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each plan does the work of three epochs on each board; one with the same epochs on all is no better."""
+    found = told(job(tmp_path), capsys)
+    plans, even = found["front"], found["front_even"]
+    assert [each["seconds"] for each in plans] == sorted(each["seconds"] for each in plans)
+    assert [each["joules"] for each in plans] == sorted((each["joules"] for each in plans), reverse=True)
+    assert found["chosen"] == plans[-1]
+    assert all(sum(each["epochs"].values()) >= 11 for each in plans)  # shares differ by an example
+    assert all(set(each["epochs"].values()) == {3} for each in even)
+    assert plans[-1]["joules"] < even[-1]["joules"] <= found["predicted"]["joules"]
+
+
+def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A round in the middle of the front, by its seconds and by its joules."""
+    plans = told(job(tmp_path), capsys)["front"]
+    middle = plans[len(plans) // 2]
+    for bound in (
+        f"seconds_per_round = {middle['seconds'] * 1.000001}",
+        f"joules_per_round = {middle['joules'] * 1.000001}",
+    ):
+        chosen = told(job(tmp_path, more=bound), capsys)["chosen"]
+        assert chosen["joules"] <= middle["joules"] * 1.00001
+        assert chosen["seconds"] <= middle["seconds"] * 1.00001
+
+
+def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a method that has all boards train alike there are no epochs to be told."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "front.svg"
+    assert main(["front", str(job(tmp_path)), "--out", str(picture)]) == 0
+    text = capsys.readouterr().out.partition("job.bundle")[2]
+    assert max(map(len, text.splitlines()[1:-1])) <= 80
+    for word in ("chosen", "predicted", "even", "jetson-orin-nano 4-5"):
+        assert word in text
+    drawn = picture.read_text()
+    for word in ("Joules of a round by its time", "chosen", "predicted", "the same epochs on every board"):
+        assert word in drawn
+    assert main(["front", str(job(tmp_path, "fedavg"))]) == 0
+    text = capsys.readouterr().out
+    assert "only a round's time is chosen" in text
+    assert "even:" not in text
+
+
+def test_boards_without_known_joules_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's own profile may lack watts: there is no front then, and what there has to be is said."""
+    made = job(tmp_path)
+    bare = profiles.load("jetson-nano")
+    points = tuple(msgspec.structs.replace(point, busy_w=None) for point in bare.operating_points())
+    monkeypatch.setattr(energy_front.boards, "make", lambda name: SimulatedDevice(bare, points=points))
+    assert main(["front", str(made)]) == 2
+    assert "time or joules of a task are not known" in capsys.readouterr().err

@@ -1,0 +1,274 @@
+"""Rounds planned for energy beside the other rules for deadlines: training on real digits, on a mixed simulated fleet.
+
+Every rule runs the same job through the coordinator's own rounds on virtual time, with the boards' own governor, and
+each seed draws the same partition, boards and first weights for all rules. Joules are those of all boards of a round's
+cohort from its opening to its end, waiting at idle power included. Each rule trains for the same number of epochs of
+the whole cohort in a round; what it comes to is told as accuracy on images that no device has.
+
+The network is small; so that a round is not over before a message would be through, a board's arithmetic and memory
+traffic take SCALE times as long. That changes no ratio of boards or points.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import cost_model, profiles, progress
+from fedquilt.coordinator import energy_plan, settings
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError, OperatingPoint
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice, Traits
+from fedquilt.tools import demo
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.experiments import energy_front
+from fedquilt.tools.experiments.intervals import interval
+from fedquilt.tools.report.figures import figure
+from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation import run as simulation
+from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.simulation.carriers import in_process
+from fedquilt.tools.simulation.simulated_job import Simulation
+
+BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx")  # idle powers are known
+DEVICES, ROUNDS, EPOCHS = 8, 30, 4
+SEEDS: Final = (0, 1, 2)
+SCALE: Final = 4e5
+NOISE, SPREAD = 0.1, 0.25  # as in `deadlines`
+RULES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "predicted": {"deadline": "predicted"},
+    "paper": {"deadline": "paper"},
+    "energy, even": {"deadline": "energy", "most_work": 1.0},  # every board for as many epochs
+    "energy": {"deadline": "energy"},
+}
+CASES: Final = {"fednova": tuple(RULES), "fedprox": ("predicted", "energy")}  # costs of the others are the same
+LONGER: Final = 1.5  # times as many rounds where work is moved, to see when it is as accurate
+LAST: Final = 5  # rounds whose accuracies are averaged: that of a single one scatters
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a run."""
+
+    seconds: float  # from the round before to its end
+    joules: float  # of all boards until then, waiting included
+    accuracy: float  # after it, on images that no device has: 0..1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    rounds: Sequence[Round]
+    in_time: float  # share of the tasks
+
+    def accuracy(self, rounds: int) -> float:
+        """Mean accuracy of the last rounds of so many."""
+        return statistics.fmean(each.accuracy for each in self.rounds[max(rounds - LAST, 0) : rounds])
+
+    def until(self, accuracy: float) -> tuple[float, float] | None:
+        """Joules and seconds until the last rounds have an accuracy; None: they never have."""
+        for count in range(1, len(self.rounds) + 1):
+            if count >= min(LAST, len(self.rounds)) and self.accuracy(count) >= accuracy:
+                done = self.rounds[:count]
+                return sum(each.joules for each in done), sum(each.seconds for each in done)
+        return None
+
+
+def job_of(method: str, rule: Mapping[str, Any], seed: int, rounds: int) -> settings.Job:
+    """The job of one run; `rule` are keys of [cohort]."""
+    boards = [f"{BOARDS[i % len(BOARDS)]}?noise={NOISE}&spread={SPREAD}&seed={100 * seed + i}" for i in range(DEVICES)]
+    return settings.parse(
+        {
+            "name": "planned",
+            "method": method,
+            "rounds": rounds,
+            "seed": seed,
+            "engine": "numpy",
+            "params": {"epochs": EPOCHS, "batch": 16, "lr": 0.05},
+            "cohort": {"deadline_s": 3600.0, **rule},
+            "fleet": {"devices": DEVICES, "boards": boards, "policy": "energy"},
+            "data": {"path": str(demo.HERE / "digits.npz"), "partition": "dirichlet", "alpha": 0.5},
+            "model": {"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10},
+        }
+    )
+
+
+def make(board: str) -> SimulatedDevice:
+    """A simulated board whose arithmetic and memory traffic take SCALE times as long."""
+    name, _, traits = board.partition("?")
+    return SimulatedDevice(profiles.load(name), traits=Traits.parse(traits), points=_slowed(name))
+
+
+@cache
+def _slowed(name: str) -> tuple[OperatingPoint, ...]:
+    return tuple(
+        msgspec.structs.replace(
+            point,
+            flops_per_s=point.flops_per_s / SCALE if point.flops_per_s else None,
+            bytes_per_s=point.bytes_per_s / SCALE if point.bytes_per_s else None,
+        )
+        for point in profiles.load(name).operating_points()
+    )
+
+
+def play(job: settings.Job, folder: Path, home: Path) -> Result:
+    """Run a job whose bundle lies in `folder`.
+
+    Raises:
+        JobError: it has failed.
+    """
+    shares, test = Plan(job, folder, home).members()
+    members = [Member(f"d{index}", share.train, share.held) for index, share in enumerate(shares)]
+    hands, held = in_process(members, together=True, test=test)
+    accuracies: dict[int, float] = {}
+    with Simulation(job, folder, held, home, make=make) as simulated:
+        for each in simulation.play([simulated], hands):
+            if each.done and each.done not in accuracies:
+                accuracies[each.done] = (hands.test(each) or {})["accuracy"]
+        if simulated.status != "done":
+            raise JobError(f"{simulated.run} has {simulated.ended}: {simulated.reason}")
+        run = simulated.run
+    with Store(home) as store:
+        return _result(job, [fact for _, _, fact in store.facts(run)], accuracies)
+
+
+def _result(job: settings.Job, facts: Sequence[AnyFact], accuracies: Mapping[int, float]) -> Result:
+    """Costs of a run's rounds from its log."""
+    idle_w = {f"d{index}": make(board).idle_w or 0.0 for index, board in enumerate(job.fleet.boards)}
+    rounds: list[Round] = []
+    answers: list[Answered] = []
+    limit_s, in_time, tasks = 0.0, 0, 0
+    for fact in facts:
+        if isinstance(fact, Asked):
+            limit_s = job.cohort.deadline_s if fact.deadline_s is None else fact.deadline_s
+        elif isinstance(fact, Answered):
+            answers.append(fact)
+            in_time, tasks = in_time + ((fact.took_s or 0.0) <= limit_s), tasks + 1
+        elif isinstance(fact, Committed):
+            usages = {answer.update.device: answer.update.usage for answer in answers}
+            joules = sum(
+                (usage.energy_j or 0.0) + idle_w[device] * max(fact.took_s - usage.wall_s, 0.0)
+                for device, usage in usages.items()
+            )
+            rounds.append(Round(fact.took_s, joules, accuracies[len(rounds) + 1]))
+            answers = []
+    return Result(rounds, in_time / tasks)
+
+
+def limit(job: settings.Job, folder: Path) -> energy_plan.Plan | None:
+    """The cheapest round there is, for one who knows each board's own factor, keeps no reserve and meets no noise."""
+    asks, known = energy_front.asked(job, folder, make)
+    own, passes = {}, 0
+    for (device, ask), name in zip(asks.items(), job.fleet.boards, strict=True):
+        board, examples = make(name), known[device][-1].examples
+        found = []
+        for epochs in range(1, int(ask.epochs * job.cohort.most_work) + 1):
+            work = ask.trained_for(epochs).work.on(examples)
+            for point in board.points:
+                told_s = cost_model.seconds(work, point)
+                if told_s is not None and point.busy_w is not None:
+                    took_s = told_s * board.factor
+                    found.append(energy_plan.Choice(took_s, (point.busy_w - (board.idle_w or 0.0)) * took_s, epochs))
+        own[device] = energy_plan.Board(tuple(found), examples, board.idle_w or 0.0)
+        passes += ask.epochs * examples
+    return energy_plan.least_joules(own, passes)
+
+
+def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any]:
+    """All rules with all seeds; rows are means of the seeds, beside the same seeds of `predicted`."""
+    table, shares = [], {}
+    for method, rules in CASES.items():
+        runs: dict[str, list[Result]] = {rule: [] for rule in rules}
+        limits: list[energy_plan.Plan] = []
+        for seed in seeds:
+            with tempfile.TemporaryDirectory() as place:
+                for rule in rules:
+                    longer = math.ceil(LONGER * rounds) if rule == "energy" else rounds
+                    job, home = job_of(method, RULES[rule], seed, longer), Path(place)
+                    if not (home / "bundle").exists():
+                        prepare.whole(job, home / "bundle")
+                    runs[rule].append(play(job, home / "bundle", home / rule.replace(" ", "-")))
+                    progress.LINE.aside(f"{method}, {rule}, seed {seed}: done")
+                if (best := limit(job_of(method, RULES["energy"], seed, rounds), home / "bundle")) is not None:
+                    limits.append(best)
+        table += [_row(method, rule, found, runs["predicted"], rounds) for rule, found in runs.items()]
+        row, base = table[-1], table[-len(runs)]
+        shares[f"joules a round, energy over predicted, {method}"] = figure(row["joules"] / base["joules"], 0.85, "x")
+        shares[f"seconds a round, energy over predicted, {method}"] = figure(row["seconds"] / base["seconds"], 1, "x")
+        reached = row["joules_to_accuracy"], row["seconds_to_accuracy"]
+        for name, share, most in zip(("joules", "seconds"), reached, (0.85, 1), strict=True):
+            shares[f"{name} to predicted's accuracy, {method}"] = figure(
+                math.inf if share is None else share, most, "x"
+            )
+        row["limit_joules"] = round(statistics.fmean(each.joules for each in limits), 1)
+        row["limit_seconds"] = round(statistics.fmean(each.seconds for each in limits), 1)
+    return {
+        "boards": {name: make(name).provenance for name in BOARDS},
+        "devices": DEVICES,
+        "rounds": rounds,
+        "seeds": list(seeds),
+        "epochs": EPOCHS,
+        "table": table,
+        "figures": shares,
+    }
+
+
+def _row(method: str, rule: str, found: Sequence[Result], base: Sequence[Result], rounds: int) -> dict[str, Any]:
+    pairs = list(zip(found, base, strict=True))
+    points = [100 * (each.accuracy(rounds) - other.accuracy(rounds)) for each, other in pairs]
+    shares = []
+    for each, other in pairs:
+        own, theirs = each.until(other.accuracy(rounds)), other.rounds[:rounds]
+        if own is not None:
+            whole = sum(one.joules for one in theirs), sum(one.seconds for one in theirs)
+            shares.append((own[0] / whole[0], own[1] / whole[1]))
+    sure = len(shares) == len(pairs)
+    return {
+        "method": method,
+        "deadline": rule,
+        "joules": round(statistics.fmean(one.joules for each in found for one in each.rounds[:rounds]), 1),
+        "seconds": round(statistics.fmean(one.seconds for each in found for one in each.rounds[:rounds]), 1),
+        "accuracy": round(100 * statistics.fmean(each.accuracy(rounds) for each in found), 2),
+        "points": [round(value, 2) for value in (statistics.fmean(points), *_interval(points))],
+        "in_time_percent": round(100 * statistics.fmean(each.in_time for each in found), 1),
+        "joules_to_accuracy": round(statistics.fmean(share for share, _ in shares), 3) if sure else None,
+        "seconds_to_accuracy": round(statistics.fmean(share for _, share in shares), 3) if sure else None,
+    }
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    return interval(values) if len(values) > 1 else (-math.inf, math.inf)
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    told = [
+        f"training {result['rounds']} rounds of {result['epochs']} epochs on {result['devices']} boards "
+        f"({', '.join(result['boards'])}), real digits,",
+        f"seeds {', '.join(map(str, result['seeds']))}; joules of all boards until the round's end, waiting included",
+        f"    {'method':8} {'deadline':16} {'J/round':>8} {'s/round':>8} {'accuracy':>8} {'points [95 %]':>22} "
+        f"{'in time':>8} {'J, s to it':>12}",
+    ]
+    for row in result["table"]:
+        mean, low, high = row["points"]
+        to = row["joules_to_accuracy"], row["seconds_to_accuracy"]
+        told.append(
+            f"    {row['method']:8} {row['deadline']:16} {row['joules']:8.0f} {row['seconds']:8.1f} "
+            f"{row['accuracy']:8.2f} {f'{mean:+.2f} [{low:.2f}, {high:.2f}]':>22} {row['in_time_percent']:7.1f}% "
+            + (f"{to[0]:5.2f}x {to[1]:4.2f}x" if None not in to else f"{'never':>12}")
+        )
+        if "limit_joules" in row:
+            told.append(f"    {'':8} {'limit':16} {row['limit_joules']:8.0f} {row['limit_seconds']:8.1f}")
+    told.append("    points: accuracy above predicted's, of the same seeds; J, s to it: to predicted's accuracy,")
+    told.append("    as shares of predicted's; limit: knowing every board's factor, without reserve or noise")
+    return told
