@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -89,7 +89,7 @@ def read(path: Path) -> Coordinator:
     with config.naming(str(path)):
         known = config.convert(config.read(path), Settings, "a coordinator's settings")
         given = {key: getattr(known.broker, key) for key in FILES if getattr(known.broker, key) is not None}
-        here = {key: str(path.parent / value) for key, value in given.items()}
+        here: dict[str, Any] = {key: str(path.parent / value) for key, value in given.items()}
         Broker.parse(known.broker.url, **here)
         if odd := re.search(r"[\s%$\"'\\]", known.broker.url):
             raise JobError(f"[broker] url: {odd[0]!r} has no place in an address")
