@@ -21,7 +21,7 @@ SECTIONS: Final = {
     "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
     "Look at runs and boards": ("ls", "devices", "logs", "why", "report", "evaluate", "export", "run-model", "metrics"),
-    "Clear up": ("delete", "prune", "kept"),
+    "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
     "Experiments": (
         "partition",
         "front",

@@ -20,6 +20,12 @@ MANY = "Many boards"
     help="System of the board: jetpack4 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
 )
 @option(
+    "--role",
+    type=options.OneOf(("agent", "coordinator")),
+    default="agent",
+    help="What SETTINGS are of: a board's agent, or the coordinator and its enrolment (coordinator.toml).",
+)
+@option(
     "--device",
     type=options.NAME,
     help="Name of the board in place of agent.toml's, so that one agent.toml serves many boards.",
@@ -110,6 +116,7 @@ MANY = "Many boards"
 def flash(
     settings: Path | None,
     target: str | None,
+    role: str,
     device: str | None,
     rootfs: Path | None,
     image: Path | None,
@@ -149,6 +156,8 @@ def flash(
         return
     if purge:
         raise JobError("--purge goes with --uninstall")
+    if role == "coordinator" and (boards is not None or token is not None or device is not None):
+        raise JobError("--role coordinator goes with none of --boards, --token and --device")
     if settings is None or (target is None and boards is None):
         raise JobError("flash needs a --target and the board's agent.toml; docs/boards.md shows one")
     what = tool.What(
@@ -165,6 +174,7 @@ def flash(
         constraint=constraint,
         refresh=refresh,
         own_python=own_python,
+        role=role,
     )
     if boards is None:
         with progress.during(f"flashing {device or settings}"):

@@ -3,19 +3,20 @@
 The rules are those of the runtime's allocation planner on a processor, with its pattern of one large block off
 (`fedquilt.edge_agent.engines.onnx_engine`):
 
-- A value's buffer is taken when it is computed, and is free after its last use. A later value of the same size takes
+- Some operations are joined into one first (`onnx_joined`).
+- A value's buffer is taken when it is computed, and is free after its last use. A later value of the same shape takes
   the latest such buffer; until then the runtime holds it. Buffers that none takes are returned, and so are those of
   values whose shapes the runtime learns only as it runs.
 - The input belongs to the caller and stays; the output has a buffer of its own.
-- Element-wise operations write into an input that nothing else uses; reshaping shares its input's buffer.
-- Activations after a convolution or product are part of it, and x * sigmoid(x) is one operation that is not in place.
+- Activations and softmax write into an input that nothing else uses, if its shape is known before; sums, products and
+  the like never do. Reshaping shares its input's buffer.
 - Recurrent layers compute the gates of all steps first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +24,15 @@ import onnx
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from fedquilt.models.stitching.onnx_joined import ACTIVATIONS, BIAS_GELU, joined
+
 ITEM_BYTES = {onnx.TensorProto.INT64: 8, onnx.TensorProto.DOUBLE: 8, onnx.TensorProto.BOOL: 1}  # all others: 4
 SHARES = {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
-ACTIVATIONS = {"Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh"}
-IN_PLACE = ACTIVATIONS | {"Abs", "Add", "Div", "Elu", "Erf", "Exp", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"}
-FUSING = {"Conv", "Gemm"}  # with an activation that follows
-ARITHMETIC = {"Add", "Cast", "Concat", "Div", "Gather", "Mod", "Mul", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze"}
+IN_PLACE = ACTIVATIONS | {"Elu", "LogSoftmax", "Selu", "Softmax", "Softplus"}
+ARITHMETIC = {
+    *("Add", "Cast", "Concat", "ConstantOfShape", "Div", "Gather", "Mod", "Mul", "Reshape", "Slice", "Squeeze", "Sub"),
+    *("Transpose", "Unsqueeze"),
+}
 FEW = 1000  # items: shapes have fewer, weights that are left out more
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
@@ -38,46 +42,46 @@ def activation_bytes(model: onnx.ModelProto) -> int | None:
     return alive_bytes(model.graph, _sizes(model), _planned(model))
 
 
-def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int], planned: Collection[str] | None = None) -> int | None:
+def alive_bytes(
+    graph: onnx.GraphProto, sizes: Mapping[str, int], planned: Mapping[str, object] | None = None
+) -> int | None:
     """Peak bytes that the runtime holds at once for values.
 
     Args:
         graph: with one input and one output.
         sizes: bytes of each value of one example.
-        planned: values whose shapes the runtime knows before it runs; None: all.
+        planned: shapes that the runtime knows before it runs; None: all, values of one size have one shape.
 
     Returns:
         None if the size of a computed value is not given.
     """
     nodes = _Nodes(graph)
+    shapes: Mapping[str, object] = sizes if planned is None else planned
     if not nodes.computed <= sizes.keys():
         return None
     buffers: list[_Buffer] = []
     held: dict[str, _Buffer] = {}  # by the values that lie there
     free: list[_Buffer] = []  # the latest last
-    steps = len(graph.node)
-    for place, node in enumerate(graph.node):
+    steps = len(nodes.order)
+    for place, node in enumerate(nodes.order):
         for name in node.output if node.op_type != "Constant" else ():
             if not name:
                 continue
-            given = nodes.taken_over(place, name, sizes)
+            given = nodes.taken_over(place, name, shapes)
             buffer = held.get(given) if given else None
-            if name in nodes.gone:
-                buffer = _Buffer(0, place)
-            elif buffer is None:
-                known = name != nodes.output and (planned is None or name in planned)
-                buffer = _reused(free, sizes[name]) if known else None
+            if buffer is None and name != nodes.output:
+                buffer = _reused(free, shapes.get(name))
             if buffer is None:
-                buffer = _Buffer(sizes[name], place)
+                buffer = _Buffer(sizes[name], place, shapes.get(name))
                 buffers.append(buffer)
             held[name] = buffer
             buffer.last = steps if name == nodes.output else max(place, buffer.last)
-        buffers += [_Buffer(size, place, place) for size in [_scratch(node, sizes)] if size]
+        buffers += [_Buffer(size, place, None, place) for size in [_scratch(node, sizes)] if size]
         for name in {*node.input} & held.keys():
             held[name].last = max(held[name].last, place)
         for name in [name for name in held if nodes.until.get(name, -1) <= place and name != nodes.output]:
             buffer = held.pop(name)
-            if buffer.size and buffer not in held.values() and (planned is None or name in planned):
+            if buffer not in held.values():
                 free.append(buffer)
     always = sizes.get(nodes.input, 0)
     return always + max(
@@ -91,56 +95,36 @@ class _Buffer:
 
     size: int
     first: int
+    shape: object  # None: the runtime does not know it before it runs
     last: int = -1
 
 
 class _Nodes:
-    """Where values of a graph are used, and which operations the runtime joins."""
+    """Operations as the runtime runs them, and where they use values."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        self._graph = graph
+        self.order = joined(graph)
         self.input, self.output = graph.input[0].name, graph.output[0].name
         constants = {tensor.name for tensor in graph.initializer}
-        constants |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
-        made = {name for node in graph.node for name in node.output if name}
+        constants |= {name for node in self.order if node.op_type == "Constant" for name in node.output}
+        made = {name for node in self.order for name in node.output if name}
         self.computed = {self.input, *made} - constants
-        self.until = {name: place for place, node in enumerate(graph.node) for name in node.input}
-        self._users: dict[str, list[onnx.NodeProto]] = {}
-        for node in graph.node:
-            for name in node.input:
-                self._users.setdefault(name, []).append(node)
-        self._maker = {name: node for node in graph.node for name in node.output}
-        self.gone = {name for name in made if self._gate_of_itself(name)}
+        self.until = {name: place for place, node in enumerate(self.order) for name in node.input}
 
-    def taken_over(self, place: int, output: str, sizes: Mapping[str, int]) -> str | None:
+    def taken_over(self, place: int, output: str, shapes: Mapping[str, object]) -> str | None:
         """Name of the value whose buffer a node's output takes; None: it takes another one."""
-        node = self._graph.node[place]
-        inputs = [name for name in node.input if name in self.computed and name != self.input]
-        if node.op_type in SHARES:
-            return node.input[0] if node.input[0] in inputs and output != self.output else None
-        fused = node.op_type in ACTIVATIONS and self._fused(node.input[0])
-        if node.op_type not in IN_PLACE or (output == self.output and not fused) or self.gone & {*node.input}:
+        node = self.order[place]
+        given = node.input[0] if node.input else ""
+        if given not in self.computed or given == self.input or output == self.output:
             return None
-        last = [name for name in inputs[:2] if self.until[name] == place and sizes[name] == sizes[output]]
-        return last[0] if last else None
-
-    def _fused(self, name: str) -> bool:
-        maker = self._maker.get(name)
-        return maker is not None and maker.op_type in FUSING and len(self._users[name]) == 1
-
-    def _gate_of_itself(self, name: str) -> bool:
-        """Whether a value is the sigmoid of x in x * sigmoid(x), which the runtime never computes by itself."""
-        maker, users = self._maker[name], self._users.get(name, [])
-        return (
-            maker.op_type == "Sigmoid"
-            and len(users) == 1
-            and users[0].op_type == "Mul"
-            and {*users[0].input} == {maker.input[0], name}
-        )
+        if node.op_type in SHARES:
+            return given
+        alike = shapes.get(output) is not None and shapes.get(given) == shapes.get(output)
+        return given if node.op_type in IN_PLACE and alike and self.until[given] == place else None
 
 
-def _reused(free: list[_Buffer], size: int) -> _Buffer | None:
-    found = next((buffer for buffer in reversed(free) if buffer.size == size), None)
+def _reused(free: list[_Buffer], shape: object) -> _Buffer | None:
+    found = next((buffer for buffer in reversed(free) if buffer.shape == shape), None) if shape is not None else None
     if found is not None:
         free.remove(found)
     return found
@@ -150,6 +134,8 @@ def _scratch(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
     """Bytes that an operation takes for itself while it runs."""
     if node.op_type == "HardSwish":  # a product with a hard sigmoid of its own
         return sizes[node.output[0]]
+    if node.op_type == BIAS_GELU:  # x with its bias
+        return sizes[node.output[0]]
     if node.op_type in GATES and node.output[0]:
         return GATES[node.op_type] * sizes[node.output[0]]
     return 0
@@ -158,33 +144,61 @@ def _scratch(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
 # -- shapes ---------------------------------------------------------------------------------------
 
 
+Dims = tuple["int | str | None", ...]  # of a value's shape: numbers, names, None where nothing is known
+
+
 def _sizes(model: onnx.ModelProto) -> dict[str, int]:
     """Bytes of the values of one example whose shapes can be inferred."""
-    one = _one_example(model)
-    while True:
-        graph = onnx.shape_inference.infer_shapes(one, data_prop=True).graph
-        kinds = {
-            value.name: value.type.tensor_type
-            for value in (*graph.input, *graph.value_info, *graph.output)
-            if value.type.tensor_type.HasField("shape")
-            and all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
-        }
-        shapes = {name: tuple(dim.dim_value for dim in kind.shape.dim) for name, kind in kinds.items()}
-        if not _fold(one, shapes):
-            return {name: ITEM_BYTES.get(kinds[name].elem_type, 4) * math.prod(shapes[name]) for name in shapes}
+    found = _inferred(_one_example(model))
+    known = {name: (kind, shape) for name, (kind, dims) in found.items() if (shape := _numbers(dims)) is not None}
+    return {name: ITEM_BYTES.get(kind, 4) * math.prod(shape) for name, (kind, shape) in known.items()}
 
 
-def _planned(model: onnx.ModelProto) -> set[str]:
-    """Values whose shapes are known before any example is: numbers, or the name of the batch."""
-    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    first = graph.input[0].type.tensor_type.shape.dim
+def _planned(model: onnx.ModelProto) -> dict[str, Dims]:
+    """Kind and shape of the values whose shapes the runtime knows before it runs: numbers, or the name of the batch.
+
+    It follows the batch through shapes that are put together from single sizes, not through slices of shapes.
+    """
+    one = onnx.ModelProto()
+    one.CopyFrom(model)
+    del one.graph.value_info[:]
+    first = one.graph.input[0].type.tensor_type.shape.dim
     batch = first[0].dim_param if first else ""  # inference makes up names for what it does not know
+    shapes = {node.output[0] for node in one.graph.node if node.op_type == "Shape"}
+    for node in [node for node in one.graph.node if node.op_type == "Slice" and node.input[0] in shapes]:
+        one.graph.node.remove(node)
+        one.graph.input.append(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.INT64, [None]))
     return {
-        value.name
-        for value in graph.value_info
-        if value.type.tensor_type.HasField("shape")
-        and all(dim.dim_value or (batch and dim.dim_param == batch) for dim in value.type.tensor_type.shape.dim)
+        name: (kind, *dims)
+        for name, (kind, dims) in _inferred(one).items()
+        if dims is not None and all(isinstance(dim, int) or (batch and dim == batch) for dim in dims)
     }
+
+
+def _inferred(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
+    """Kind of item and shape of each value; changes the model: arithmetic of shapes becomes constants."""
+    while True:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        found = {
+            value.name: (value.type.tensor_type.elem_type, _dims(value))
+            for value in (*graph.input, *graph.value_info, *graph.output)
+        }
+        if not _fold(model, {name: dims for name, (_, dims) in found.items() if dims is not None}):
+            return found
+
+
+def _dims(value: onnx.ValueInfoProto) -> Dims | None:
+    kind = value.type.tensor_type
+    if not kind.HasField("shape"):
+        return None
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
+
+
+def _numbers(dims: Dims | None) -> tuple[int, ...] | None:
+    if dims is None:
+        return None
+    numbers = tuple(dim for dim in dims if isinstance(dim, int))
+    return numbers if len(numbers) == len(dims) else None
 
 
 def _one_example(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -202,23 +216,30 @@ def _one_example(model: onnx.ModelProto) -> onnx.ModelProto:
     return one
 
 
-def _fold(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _fold(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
     """Turn arithmetic of shapes into constants, as attention divides widths; False: there is none left.
 
     onnx's own inference follows sizes through additions and products, not through divisions.
     """
     inside = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in inside}
+    whole = {node.output[0]: shapes.get(node.input[0]) for node in model.graph.node if node.op_type == "Shape"}
     changed = False
     for node in model.graph.node:
         if node.op_type == "Constant":
             known[node.output[0]] = ReferenceEvaluator(_alone(model, node)).run(None, {})[0]
             continue
-        if node.op_type == "Shape" and node.input[0] in shapes:
-            fed = {node.input[0]: np.zeros(shapes[node.input[0]], np.float32)}
+        fed: dict[str, np.ndarray] | None = None
+        if node.op_type == "Shape" and (shape := _numbers(shapes.get(node.input[0]))) is not None:
+            fed = {node.input[0]: np.zeros(shape, np.float32)}
+        elif node.op_type == "Gather" and (dims := whole.get(node.input[0])) and node.input[1] in known:
+            at = known[node.input[1]]
+            if all(isinstance(dims[int(place)], int) for place in at.flat):
+                sizes = np.array([dim if isinstance(dim, int) else 0 for dim in dims], np.int64)
+                fed = {node.input[0]: sizes, node.input[1]: at}
         elif node.op_type in ARITHMETIC and {*node.input} - {""} <= known.keys():
             fed = {name: known[name] for name in node.input if name}
-        else:
+        if fed is None:
             continue
         value = np.asarray(ReferenceEvaluator(_alone(model, node)).run(None, fed)[0])
         if value.size > FEW:

@@ -168,7 +168,7 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
     fact = state.answered_by(held, 120.0, Ask(Work(flops=100.0), profile))
     assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
-    assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1),)}
+    assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
 
 
 def test_facts_of_an_older_log_are_still_read() -> None:

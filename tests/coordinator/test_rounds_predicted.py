@@ -100,7 +100,7 @@ def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> N
     state = after(state, fact, Answered(1, update("c", 1), 20.0), Answered(1, update("b", 1), 9.0), Closed(1))
     assert state.deadline_s == 45.0
     state = after(state, committed(1), Asked(2, 0, ("b", "c")), Answered(2, update("c", 2), 30.0))
-    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1), (2, 30.0, 1.0, 0.0, None, 1))
+    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:

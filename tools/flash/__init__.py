@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedquilt.core import JobError
-from fedquilt.tools.flash import bundle, image, install, targets, wheels
+from fedquilt.tools.flash import bundle, coordinator, image, install, targets, wheels
+from fedquilt.tools.flash.coordinator import Coordinator
 from fedquilt.tools.flash.remote import TOP, Host
 
 Say = Callable[[str], None]
@@ -53,6 +54,7 @@ class What:
     constraint: Path | None = None
     refresh: bool = False
     own_python: Path | None = None
+    role: str = "agent"  # or "coordinator"
 
 
 def flash(what: What, where: Where, say: Say = print) -> None:
@@ -64,7 +66,11 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         StoreError: a folder here cannot be used.
     """
     target = targets.find(what.target, what.python, what.interpreter)
-    board = bundle.board(what.settings, what.device, what.token, what.budget, what.labels)
+    board: bundle.Board | Coordinator
+    if what.role == "coordinator":
+        board = coordinator.read(what.settings)
+    else:
+        board = bundle.board(what.settings, what.device, what.token, what.budget, what.labels)
     brings = _brings(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:
@@ -124,9 +130,10 @@ def _brings(what: What, target: targets.Target) -> bool:
     return True
 
 
-def _files(what: What, target: targets.Target, board: bundle.Board, say: Say) -> dict[str, bytes | Path]:
+def _files(what: What, target: targets.Target, board: bundle.Board | Coordinator, say: Say) -> dict[str, bytes | Path]:
     """The bundle's files, with the wheels that are missing here downloaded."""
-    extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
+    needed = board.extras if isinstance(board, Coordinator) else ["identity"] * board.enrols
+    extras = sorted({*what.extras, *needed})
     cache = what.wheels or _cache()
     house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
     files = bundle.contents(

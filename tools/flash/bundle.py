@@ -24,7 +24,8 @@ from fedquilt.core import JobError
 from fedquilt.disk import doing
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.clocks.helper import HOTTEST_C
-from fedquilt.tools.flash import install, wheels
+from fedquilt.tools.flash import coordinator, install, wheels
+from fedquilt.tools.flash.coordinator import Coordinator
 from fedquilt.tools.flash.targets import Target
 from fedquilt.transport.broker import Broker
 
@@ -36,7 +37,9 @@ NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "pass
 CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # systemd's, from version 247 on
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
 PYTHON: Final = "python.tar"  # Python that comes along
-SECRET: Final = frozenset({"etc/device.key", "etc/password", "etc/token"})
+SECRET: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
+OF_AGENT: Final = ("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol")  # units of one role; others are of both
+OF_COORDINATOR: Final = ("fedquilt-serve", "fedquilt-enrol-serve")
 
 
 @dataclass(frozen=True)
@@ -138,21 +141,38 @@ def _read(path: Path) -> bytes:
 # -- units ----------------------------------------------------------------------------------------
 
 
-def units(board: Board, systemd: int = 249) -> dict[str, bytes]:
-    """The systemd units of one board, as its version of systemd takes them."""
+def units(board: Board | Coordinator, systemd: int = 249) -> dict[str, bytes]:
+    """The systemd units of one board or coordinator, as its version of systemd takes them.
+
+    Raises:
+        JobError: it is too old for a coordinator.
+    """
+    if isinstance(board, Coordinator):
+        others = OF_AGENT if board.enrol is not None else (*OF_AGENT, "fedquilt-enrol-serve")
+        return _filled(others, coordinator.words(board, systemd), systemd)
+    return _filled(
+        OF_COORDINATOR if board.enrols else (*OF_COORDINATOR, "fedquilt-enrol"), _words(board, systemd), systemd
+    )
+
+
+def _words(board: Board, systemd: int) -> dict[str, str]:
+    """What the templates of a board's units are filled with."""
     secrets = [
         name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
     ]
-    words = {
+    return {
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
         "ARGUMENTS": f" --credentials {CREDENTIALS if systemd >= 247 else OWN_CREDENTIALS}" if secrets else "",
         "CREDENTIALS": "\n".join(_handed(name, systemd) for name in secrets),
         "LIMITS": "".join(f" {word}" for word in board.limits),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
     }
+
+
+def _filled(others: Sequence[str], words: Mapping[str, str], systemd: int) -> dict[str, bytes]:
     made = {}
     for path in sorted((HERE / "units").iterdir()):
-        if path.stem == "fedquilt-enrol" and not board.enrols:
+        if path.stem in others:
             continue
         text = fill(path.read_text(encoding="utf-8"), words)
         if systemd < 247:
@@ -187,7 +207,7 @@ def fill(text: str, words: Mapping[str, str]) -> str:
 
 
 def contents(
-    board: Board,
+    board: Board | Coordinator,
     target: Target,
     house: Sequence[Path],
     lock: str,

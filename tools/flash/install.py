@@ -31,7 +31,7 @@ OPT, ETC, UNITS, STATE = (
     "opt/fedquilt",
     "etc/fedquilt",
     "etc/systemd/system",
-    ("var/lib/fedquilt", "var/lib/fedquilt-clocks"),
+    ("var/lib/fedquilt", "var/lib/fedquilt-clocks", "var/lib/fedquilt-ca"),
 )
 WANTS = {".service": f"{UNITS}/multi-user.target.wants", ".timer": f"{UNITS}/timers.target.wants"}
 INSTALLED = f"{OPT}/installed.json"
@@ -353,7 +353,8 @@ def _start(units: Sequence[str], say: Callable[[str], None], *, changed: bool) -
         return
     _systemctl("daemon-reload")
     _systemctl("restart" if changed else "start", "--no-block", *units)
-    say("started; `journalctl -fu fedquilt-agent` shows what it does")
+    name = "fedquilt-serve" if "fedquilt-serve.service" in units else "fedquilt-agent"
+    say(f"started; `journalctl -fu {name}` shows what it does")
 
 
 def _systemctl(*arguments: str) -> None:

@@ -44,8 +44,16 @@ def test_an_activation_after_a_convolution_takes_nothing() -> None:
 def test_an_activation_by_itself_writes_into_its_input_unless_that_is_still_used() -> None:
     """Not the caller's input, and not into the output, which has a place of its own."""
     assert held(("Relu", "x", "y")) == 2 * MAP
-    assert held(("Conv", "x", "a"), ("Neg", "a", "b"), ("Conv", "b", "y")) == 3 * MAP
-    assert held(("Conv", "x", "a"), ("Neg", "a", "b"), ("Add", "a b", "c"), ("Conv", "c", "y")) == 3 * MAP
+    assert held(("Conv", "x", "a"), ("Softmax", "a", "b"), ("Conv", "b", "y")) == 3 * MAP
+    assert held(("Conv", "x", "a"), ("Softmax", "a", "b"), ("Add", "a b", "c"), ("Conv", "c", "y")) == 4 * MAP
+
+
+def test_arithmetic_never_writes_into_its_input() -> None:
+    """Sums, roots and the like have buffers of their own in the runtime, where a softmax has none."""
+    wide = ("Concat", "x x x x", "w")
+    for kind, count in {"Softmax": 1 + 4 + 0.5, "Elu": 1 + 4 + 0.5, "Neg": 1 + 4 + 4, "Erf": 1 + 4 + 4}.items():
+        assert held(wide, (kind, "w", "b"), ("ReduceMax", "b", "y"), channels=1) == count * MAP, kind
+    assert held(wide, ("Add", "w w", "b"), ("ReduceMax", "b", "y"), channels=1) == (1 + 4 + 4) * MAP
 
 
 def test_x_times_its_sigmoid_is_one_operation() -> None:
@@ -87,6 +95,81 @@ def test_recurrent_layers_compute_all_gates_first() -> None:
     assert onnx_memory.alive_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
 
 
+def attention(*, sliced: bool) -> int | None:
+    """Bytes of two layers of v <- softmax(v v' / 2) v, where v is the input (n, 64) as (n, 16, 4).
+
+    Args:
+        sliced: the reshape's first size is a slice of x's shape, of which the runtime cannot tell that it is n.
+    """
+    numbers = {"zero": [0], "one": [1], "rows": [16, 4], "first": 0}
+    kept = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
+    kept.append(numpy_helper.from_array(np.array(2, np.float32), "two"))
+    nodes = [helper.make_node("Shape", ["x"], ["s"])]
+    if sliced:
+        nodes.append(helper.make_node("Slice", ["s", "zero", "one"], ["n"]))
+    else:
+        nodes.append(helper.make_node("Gather", ["s", "first"], ["g"]))
+        nodes.append(helper.make_node("Unsqueeze", ["g", "zero"], ["n"]))
+    nodes.append(helper.make_node("Concat", ["n", "rows"], ["to"], axis=0))
+    nodes.append(helper.make_node("Reshape", ["x", "to"], ["v0"]))
+    for v, after, layer in (("v0", "v1", "0"), ("v1", "y", "1")):
+        k, products, halves, shares = (kind + layer for kind in ("k", "products", "halves", "shares"))
+        nodes.append(helper.make_node("Transpose", [v], [k], perm=[0, 2, 1]))
+        nodes.append(helper.make_node("MatMul", [v, k], [products]))
+        nodes.append(helper.make_node("Div", [products, "two"], [halves]))
+        nodes.append(helper.make_node("Softmax", [halves], [shares]))
+        nodes.append(helper.make_node("MatMul", [shares, v], [after]))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16, 4])
+    graph = helper.make_graph(nodes, "g", [x], [y], kept)
+    return onnx_memory.activation_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+
+
+def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape() -> None:
+    """A small vision transformer was predicted 1.32 times too large: its scale and transposes are part of products."""
+    few = 64  # bytes of shapes that are held beside
+    assert 0 <= (attention(sliced=False) or 0) - 4 * (64 + 64 + 256 + 64) <= few  # input, v, square, next v
+    assert 0 <= (attention(sliced=True) or 0) - 4 * (64 + 64 + 256 + 256) <= few  # softmax beside its input
+
+
+def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
+    """As many numbers in another shape take a buffer of their own, as heads of attention beside its rows."""
+    nodes = [
+        helper.make_node("Conv", ["x", "k"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 3, 1]),
+        helper.make_node("Neg", ["b"], ["c"]),
+        helper.make_node("ReduceMax", ["c"], ["d"], axes=[1, 2, 3], keepdims=1),
+        helper.make_node("Conv", ["x", "k"], ["e"]),
+        helper.make_node("Add", ["e", "d"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
+    graph = helper.make_graph(nodes, "g", [x], [y], [KERNEL])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    assert onnx_memory.activation_bytes(model) == 4 * MAP  # x, b and c beside a, which is held for e
+
+
+@pytest.mark.parametrize(("half_first", "bias"), [(False, False), (True, False), (False, True), (True, True)])
+def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: bool) -> None:
+    """GELU in both ways of writing it; with a bias the runtime adds that into a buffer beside."""
+    numbers = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "k8": np.ones(8)}
+    kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.float32), name) for name, value in numbers.items())]
+    nodes = [helper.make_node("Conv", ["x", "k"], ["a"])]
+    if bias:
+        nodes.append(helper.make_node("Add", ["a", "k8"], ["b"]))
+    v = "b" if bias else "a"
+    nodes += [helper.make_node("Div", [v, "root"], ["c"]), helper.make_node("Erf", ["c"], ["d"])]
+    nodes.append(helper.make_node("Add", ["d", "one"], ["e"]))
+    if half_first:
+        nodes += [helper.make_node("Mul", [v, "half"], ["f"]), helper.make_node("Mul", ["f", "e"], ["g"])]
+    else:
+        nodes += [helper.make_node("Mul", [v, "e"], ["f"]), helper.make_node("Mul", ["f", "half"], ["g"])]
+    nodes.append(helper.make_node("Conv", ["g", "k"], ["y"]))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
+    graph = helper.make_graph(nodes, "g", [x], [y], kept)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    assert onnx_memory.activation_bytes(model) == (4 if bias else 3) * MAP
+
+
 def test_shapes_that_depend_on_the_batch_are_inferred() -> None:
     """Attention reshapes by the size of the batch: such graphs told no activations, and ran one example at a time."""
     shape = helper.make_node("Shape", ["x"], ["s"], start=0, end=1)
@@ -98,3 +181,27 @@ def test_shapes_that_depend_on_the_batch_are_inferred() -> None:
     graph = helper.make_graph(nodes, "g", [x], [y], [rest])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     assert MAP * 2 <= (onnx_memory.activation_bytes(model) or 0) <= MAP * 3 + 64
+
+
+def test_padding_whose_widths_are_turned_is_inferred() -> None:
+    """A residual network's shortcut pads channels so: its graphs told no activations, and ran one example at a time."""
+    numbers = {"length": [2], "befores": [0, 0, 0, 0, 0, 1], "square": [4, 2], "flat": [-1]}
+    kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items())]
+    nodes = [
+        helper.make_node(
+            "ConstantOfShape", ["length"], ["none"], value=numpy_helper.from_array(np.array([0], np.int64))
+        ),
+        helper.make_node("Concat", ["none", "befores"], ["all"], axis=0),
+        helper.make_node("Reshape", ["all", "square"], ["pairs"]),
+        helper.make_node("Transpose", ["pairs"], ["turned"], perm=[1, 0]),
+        helper.make_node("Reshape", ["turned", "flat"], ["widths"]),
+        helper.make_node("Conv", ["x", "k"], ["a"]),
+        helper.make_node("Pad", ["a", "widths"], ["b"]),
+        helper.make_node("Conv", ["b", "k"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 8, 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 8, 9])
+    graph = helper.make_graph(nodes, "g", [x], [y], kept)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    wide = MAP * 9 // 8
+    assert 0 <= (onnx_memory.activation_bytes(model) or 0) - (MAP + 2 * wide) <= 64

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -12,11 +14,13 @@ from pathlib import Path
 import pytest
 from boards import JETSON, wheel
 
+import command_lines
 from fedquilt import config, profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
-from fedquilt.tools.flash import bundle
+from fedquilt.tools.flash import bundle, coordinator
 from fedquilt.tools.flash.bundle import Board, board
+from fedquilt.tools.flash.coordinator import Coordinator
 
 URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
 ENROL = '[enrol]\nurl = "https://hub.site:8884"\n'
@@ -208,13 +212,22 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
         assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND", b"@LIM") if word in text]
 
 
-def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
+def serving(site: Path, text: str = "") -> Coordinator:
+    """A coordinator's settings, read."""
+    files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
+    (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')
+    return coordinator.read(site / "coordinator.toml")
+
+
+@pytest.mark.parametrize("role", ["agent", "coordinator"])
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, role: str) -> None:
     """Every directive is one, every value is understood; and no unit is more exposed than it says in docs/boards.md."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt install systemd")
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
-    made = bundle.units(Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True))
+    agent = Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
+    made = bundle.units(agent if role == "agent" else serving(site, "[enrol]\n"))
     programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
     for name in programs:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -230,6 +243,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
         "shutdown",
         "local-fs",
         "network",
+        "network-online",
         "umount",
         "time-sync",
         "time-set",
@@ -251,6 +265,67 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
                 text=True,
             )
             assert rated.returncode == 0, rated.stdout[-200:] + rated.stderr
+
+
+# -- a coordinator's machine ----------------------------------------------------------------------
+
+
+def exec_line(text: bytes) -> list[str]:
+    """The words of a unit's command behind the interpreter's."""
+    (line,) = [line for line in text.decode().splitlines() if line.startswith("ExecStart=")]
+    words = shlex.split(line)
+    return words[words.index("fedquilt.cli") + 1 :]
+
+
+def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
+    """Their commands are ones of fedquilt; the key is root's, and reaches the service as a credential."""
+    made = serving(site, '[enrol]\nhosts = ["hub.site", "10.0.0.1"]\nport = 9000\n')
+    units = bundle.units(made)
+    assert {"fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-setup.service"} <= set(units)
+    assert not [name for name in units if name.startswith(("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol."))]
+    options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve.service"]) if word != "-v"])
+    assert (options["home"], options["broker"]) == (Path("/var/lib/fedquilt/runs"), "mqtts://broker.site:8883")
+    assert (options["fleet"], options["ca"]) == ("site", Path("/etc/fedquilt/ca.crt"))
+    assert options["key"] == Path("${CREDENTIALS_DIRECTORY}/coordinator.key")
+    assert b"LoadCredential=coordinator.key:/etc/fedquilt/coordinator.key" in units["fedquilt-serve.service"]
+    options = command_lines.parsed([w for w in exec_line(units["fedquilt-enrol-serve.service"]) if w != "-v"])
+    assert (options["hosts"], options["port"]) == (("hub.site", "10.0.0.1"), 9000)
+    assert options["ca"] == Path("/var/lib/fedquilt-ca")
+    assert made.files["coordinator.key"] == (site / "orin-1.key").read_bytes()
+    assert {"etc/coordinator.key", "etc/device.key"} <= bundle.SECRET
+    assert "fedquilt-enrol-serve.service" not in bundle.units(serving(site))
+    for text in units.values():
+        assert not re.findall(rb"@[A-Z_]+@", text)
+
+
+def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> None:
+    """With the file and the key that is wrong; its systemd has to know credentials."""
+    for text, said in {
+        '[enrol]\nhost = "hub"\n': r"coordinator\.toml.*host",
+        '[enrol]\nhosts = ["hub; reboot"]\n': "is no name of a host",
+        "[enrol]\nport = 0\n": "port",
+        "[governor]\n": "governor",
+    }.items():
+        with pytest.raises(JobError, match=said):
+            serving(site, text)
+    (site / "bare.toml").write_text('[broker]\nurl = "mqtts://broker.site:8883"\nca = "none.crt"\n')
+    with pytest.raises(JobError, match=r"none\.crt"):
+        coordinator.read(site / "bare.toml")
+    for url in ("mqtts://broker.site:8883 --home /root", "mqtt://${HOME}"):
+        (site / "bare.toml").write_text(f'[broker]\nurl = "{url}"\n')
+        with pytest.raises(JobError, match=r"bare\.toml"):
+            coordinator.read(site / "bare.toml")
+    with pytest.raises(JobError, match="systemd 247"):
+        bundle.units(serving(site), systemd=245)
+
+
+def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path: Path) -> None:
+    files = bundle.contents(serving(site), JETSON, [wheel(tmp_path, "toy")], "toy==1.0\n")
+    bundle.pack(files, tmp_path / "a.tar", "fedquilt-coordinator")
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        modes = {entry.name: entry.mode for entry in archive}
+    assert modes["fedquilt-coordinator/etc/coordinator.key"] == 0o600
+    assert modes["fedquilt-coordinator/units/fedquilt-serve.service"] == 0o644
 
 
 # -- the archive ----------------------------------------------------------------------------------

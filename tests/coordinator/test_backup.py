@@ -1,0 +1,339 @@
+"""Backups of a coordinator's home: made while it is served, whole or not at all, and homes that go on from them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import sqlite3
+import stat
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from homes import Federation, committed
+from ordinary import User
+
+from fedquilt.cli import main
+from fedquilt.coordinator import backup
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError, StoreError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The states of an undisturbed run of scaffold, whose boards have private state."""
+    federation = Federation(tmp_path_factory.mktemp("calm")).make()
+    federation.run()
+    return federation.states()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home in the middle of a round's answers."""
+    federation = Federation(tmp_path / "run", "fedavg").make()
+    federation.run(lambda fact: isinstance(fact, Answered) and fact.round == 1)
+    return federation.folder / "coordinator"
+
+
+def saved(home: Path, file: Path) -> Path:
+    with Store(home) as store:
+        backup.save(store, file)
+    return file
+
+
+@pytest.mark.parametrize("moment", [Asked, Answered, Committed])
+def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_result(
+    tmp_path: Path, calm: list[str], moment: type[AnyFact]
+) -> None:
+    """The backup is made by another store while the coordinator is between two of its facts, in round 3 of 6."""
+    federation = Federation(tmp_path).make()
+    home, file = federation.folder / "coordinator", tmp_path / "backup.tar"
+
+    def at(fact: AnyFact) -> bool:
+        if isinstance(fact, moment) and fact.round == 3 and not file.exists():
+            saved(home, file)
+        return isinstance(fact, Committed) and fact.round == 3
+
+    federation.run(at)
+    home.rename(tmp_path / "lost")
+    backup.restore(file, home)
+    federation.run()
+    assert isinstance(federation.facts()[-1], Ended)
+    assert federation.states() == calm
+    assert federation.notes() == []
+
+
+def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_to_its_result(tmp_path: Path) -> None:
+    """Boards have counted later rounds than every backup but the last; a method without private state loses nothing."""
+    federation = Federation(tmp_path / "run", "fedavg", rounds=12).make()
+    child = os.fork()
+    if not child:
+        try:
+            federation.run()
+        finally:
+            os._exit(0)
+    files: list[Path] = []
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        files.append(saved(federation.folder / "coordinator", tmp_path / f"{len(files)}.tar"))
+    states, last = federation.states(), federation.facts()[-1]
+    assert isinstance(last, Ended)
+    assert last.status == "done"
+    rounds = set()
+    for file in files[:: max(1, len(files) // 5)]:
+        shutil.rmtree(federation.folder / "coordinator")
+        backup.restore(file, federation.folder / "coordinator")
+        rounds.add(len(federation.states()))
+        federation.run()
+        assert federation.states() == states
+    assert len(rounds) > 1, "every backup is of the same round"
+
+
+def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path, tmp_path: Path) -> None:
+    file = saved(home, tmp_path / "backup.tar")
+    assert main(["restore", str(file), str(tmp_path / "again")]) == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "again").stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in (tmp_path / "again").rglob("*"))
+    with Store(tmp_path / "again") as store, Store(home) as before:
+        assert {path.name for path in (tmp_path / "again" / "blobs").iterdir()} == store.held() == before.held()
+        assert store.all_jobs() == before.all_jobs()
+    assert not [each for each in contents(tmp_path) if ".part" in each]
+
+
+def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator commits between our copy of the database and that of the state, and drops what is old."""
+    later: list[Callable[[], None]] = []
+    real = backup._snapshot
+
+    def snapshot(store: Store, target: Path) -> set[str]:
+        needed = real(store, target)
+        while later:
+            later.pop()()
+        return needed
+
+    def go_on() -> None:
+        federation = Federation(home.parent, "fedavg")
+        federation.run(committed(2))
+
+    later.append(go_on)
+    monkeypatch.setattr(backup, "_snapshot", snapshot)
+    file = saved(home, tmp_path / "backup.tar")
+    backup.restore(file, tmp_path / "again")
+    with Store(tmp_path / "again") as store:
+        assert all(store.depot.path(sha256) for sha256 in store.held())
+        assert any(isinstance(fact, Committed) and fact.round == 2 for _, _, fact in store.facts(store.jobs()[0].id))
+
+
+def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path, tmp_path: Path) -> None:
+    with Store(home) as store:
+        state = min(store.states())
+    path = home / "blobs" / state
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
+    with pytest.raises(StoreError, match=f"blob {state[:12]} of .* is missing or damaged"):
+        saved(home, tmp_path / "backup.tar")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_neither_overwrites_anything(home: Path, tmp_path: Path) -> None:
+    file = saved(home, tmp_path / "backup.tar")
+    before = file.read_bytes()
+    with pytest.raises(JobError, match="there already: name a new file"):
+        saved(home, file)
+    assert file.read_bytes() == before
+    kept = contents(home)
+    with pytest.raises(JobError, match="there already"):
+        backup.restore(file, home)
+    assert contents(home) == kept
+    (tmp_path / "again.part").mkdir()
+    (tmp_path / "again.part" / "mine").write_text("mine")
+    with pytest.raises(JobError, match="something else"):
+        backup.restore(file, tmp_path / "again")
+    assert contents(tmp_path / "again.part") == {"mine": b"mine"}
+    (tmp_path / "empty").mkdir()
+    backup.restore(file, tmp_path / "empty")
+    assert (tmp_path / "empty" / "fedquilt.db").is_file()
+
+
+def test_no_two_write_to_one_name(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "backup.tar"
+    with backup._part_of(file), pytest.raises(JobError, match="another backup to"):
+        saved(home, file)
+    saved(home, file)
+    with backup._being_made(tmp_path / "again.part"), pytest.raises(JobError, match="another command is making"):
+        backup.restore(file, tmp_path / "again")
+    backup.restore(file, tmp_path / "again")
+
+
+def refusal(file: Path, home: Path) -> str | None:
+    """Why a backup is not restored; None: it is."""
+    try:
+        backup.restore(file, home)
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+def test_every_flipped_bit_and_every_cut_is_named_and_leaves_no_home(home: Path, tmp_path: Path) -> None:
+    """Or it changes nothing that is restored, as in the archive's padding and dates."""
+    whole = saved(home, tmp_path / "backup.tar").read_bytes()
+    backup.restore(tmp_path / "backup.tar", tmp_path / "sound")
+    sound = contents(tmp_path / "sound")
+    damaged = tmp_path / "damaged.tar"
+    refused = 0
+    cuts = [whole[:length] for length in range(0, len(whole) - 10_240, len(whole) // 40)]
+    step = len(whole) // 150
+    flips = [whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :] for at in range(0, len(whole), step)]
+    for payload in cuts + flips:
+        damaged.write_bytes(payload)
+        if (said := refusal(damaged, tmp_path / "again")) is not None:
+            refused += 1
+            assert str(damaged) in said
+            assert not (tmp_path / "again").exists()
+        else:
+            assert payload not in cuts
+            assert contents(tmp_path / "again") == sound
+            os.rename(tmp_path / "again", tmp_path / f"fine-{refused}-{len(list(tmp_path.iterdir()))}")
+    assert refused > len(cuts + flips) * 0.7
+
+
+def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
+    """Another archive, one that would write elsewhere, one of a later format."""
+    file = tmp_path / "some.tar"
+    (tmp_path / "passwd").write_text("x")
+    for name in ("passwd", "agents/../../passwd", "/etc/passwd"):
+        with tarfile.open(file, "w") as archive:
+            archive.add(tmp_path / "passwd", name)
+        with pytest.raises(StoreError, match=r"no backup of fedquilt|cut short"):
+            backup.restore(file, tmp_path / "again")
+    text = b'{"format": 2}'
+    with tarfile.open(file, "w") as archive:
+        (tmp_path / "passwd").write_bytes(text)
+        archive.add(tmp_path / "passwd", f"manifest-{hashlib.sha256(text).hexdigest()}.json")
+    with pytest.raises(StoreError, match="newer fedquilt"):
+        backup.restore(file, tmp_path / "again")
+    assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "again")]) == 6
+    assert main(["backup", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6
+
+
+def in_child(act: Callable[[], Any], die_at: int) -> bool:
+    """Do something in a process that ends at its `die_at`th step on the disk; whether it came to its end."""
+    child = os.fork()
+    if not child:
+        left = [die_at]
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def step(*given: Any, **named: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), 9)
+                return real(*given, **named)
+
+            return step
+
+        for name in ("fsync", "replace", "unlink", "open", "mkdir", "rename"):
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return not os.WIFSIGNALED(status)
+
+
+def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Path) -> None:
+    """And the next command for the same name does what the killed one was about to do."""
+    sound = contents_of(saved(home, tmp_path / "sound.tar"), tmp_path / "sound")
+    for die_at in range(100):
+        file, again = tmp_path / f"{die_at}.tar", tmp_path / f"home-{die_at}"
+        over = in_child(lambda file=file: saved(home, file), die_at)
+        if not file.exists():
+            saved(home, file)
+        assert contents_of(file, tmp_path / f"checked-{die_at}") == sound
+        over &= in_child(lambda file=file, again=again: backup.restore(file, again), die_at)
+        if not again.exists():
+            backup.restore(file, again)
+        assert {key: value for key, value in contents(again).items() if not key.startswith(".")} == sound
+        assert not [each.name for each in tmp_path.iterdir() if ".part" in each.name]
+        if over:
+            return
+    raise AssertionError("it takes more than 100 steps")
+
+
+def contents_of(file: Path, home: Path) -> dict[str, bytes]:
+    backup.restore(file, home)
+    return contents(home)
+
+
+@contextmanager
+def files_of(limit_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home: Path, tmp_path: Path) -> None:
+    """As a full disk: writing fails in the database's copy, in the archive, and in the restored files."""
+    file = saved(home, tmp_path / "backup.tar")
+    for limit_bytes in (0, 5_000, file.stat().st_size - 1):
+        with files_of(limit_bytes), pytest.raises(StoreError, match="cannot"):
+            saved(home, tmp_path / "more.tar")
+    with files_of(5_000), pytest.raises(StoreError, match="cannot make"):
+        backup.restore(file, tmp_path / "again")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["backup.tar", "run"]
+
+
+def test_a_simulated_fleet_at_work_is_refused_and_its_boards_are_saved_when_it_rests(
+    home: Path, tmp_path: Path
+) -> None:
+    with Store(home) as store:
+        run = store.jobs()[0].id
+    (home / "agents" / run / "board-0").mkdir(parents=True)
+    (home / "agents" / run / "board-0" / "state").write_bytes(b"its own")
+    with Store(home) as serving:
+        assert serving.lock()
+        with pytest.raises(JobError, match=f"{run} is a simulated fleet at work"):
+            saved(home, tmp_path / "backup.tar")
+    found = contents_of(saved(home, tmp_path / "backup.tar"), tmp_path / "again")
+    assert found[f"agents/{run}/board-0/state"] == b"its own"
+
+
+def test_a_damaged_home_is_not_saved(home: Path, tmp_path: Path) -> None:
+    db = sqlite3.connect(home / "fedquilt.db")
+    db.execute("update facts set body = replace(body, 'round', 'ruond') where seq = 2")
+    db.commit()
+    db.close()
+    with pytest.raises(JobError, match=r"the log of .* is damaged"):
+        saved(home, tmp_path / "backup.tar")
+    assert not list(tmp_path.glob("backup*"))
+
+
+def test_an_ordinary_user_saves_and_restores(user: User) -> None:
+    """In folders of its own; another's home is refused by name."""
+    folder = user.home
+
+    def act() -> None:
+        federation = Federation(folder / "run", "fedavg").make()
+        federation.run(committed(1))
+        home = federation.folder / "coordinator"
+        assert main(["backup", str(home), str(folder / "b.tar")]) == 0
+        assert main(["restore", str(folder / "b.tar"), str(folder / "again")]) == 0
+        assert main(["backup", str(home), "/proc/b.tar"]) == 6
+
+    user.does(act)

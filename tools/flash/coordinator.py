@@ -1,0 +1,140 @@
+"""What a coordinator's machine gets: the settings of `fedquilt serve` and `fedquilt enrol serve` as files and words.
+
+    fleet = "site"
+    metrics = "127.0.0.1:9464"
+
+    [broker]
+    url = "mqtts://broker.site:8883"
+    ca = "ca.crt"
+    cert = "coordinator.crt"
+    key = "coordinator.key"
+
+    [enrol]
+    hosts = ["hub.site"]
+    port = 8884
+
+Without [enrol] nothing there enrols boards. Runs are in /var/lib/fedquilt/runs, the authority in /var/lib/fedquilt-ca.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt import config, open_metrics
+from fedquilt.core import JobError
+from fedquilt.core.messages import Name
+from fedquilt.transport.broker import Broker
+
+ETC: Final = "/etc/fedquilt"
+FILES: Final = {"ca": "ca.crt", "cert": "coordinator.crt", "key": "coordinator.key", "password_file": "password"}
+SECRET: Final = ("coordinator.key", "password")
+OLDEST_SYSTEMD: Final = 247  # the first that hands a service its secrets
+_HOST: Final = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
+
+
+class BrokerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[broker]: as the options of `fedquilt serve`; files lie beside the settings."""
+
+    url: str
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    password_file: str | None = None
+
+
+class EnrolTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[enrol]: as the options of `fedquilt enrol serve`."""
+
+    hosts: tuple[str, ...] = ()
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8884
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A coordinator.toml."""
+
+    broker: BrokerTable
+    fleet: Name = "fleet"
+    metrics: str | None = None
+    enrol: EnrolTable | None = None
+
+
+class Coordinator(msgspec.Struct, frozen=True):
+    """Files for /etc/fedquilt by name, and the words of its units' commands."""
+
+    files: dict[str, bytes]
+    serve: tuple[str, ...]
+    enrol: tuple[str, ...] | None  # None: nothing there enrols boards
+    secrets: tuple[str, ...]
+    device: str = "coordinator"
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Extras of fedquilt that it needs."""
+        metrics = ("metrics",) if "--metrics" in self.serve else ()
+        return ("identity", *metrics) if self.enrol is not None or "coordinator.crt" in self.files else metrics
+
+
+def read(path: Path) -> Coordinator:
+    """Settings of a coordinator's machine, with the files named there.
+
+    Raises:
+        JobError: settings, a file or certificates are unusable.
+    """
+    with config.naming(str(path)):
+        known = config.convert(config.read(path), Settings, "a coordinator's settings")
+        given = {key: getattr(known.broker, key) for key in FILES if getattr(known.broker, key) is not None}
+        here: dict[str, Any] = {key: str(path.parent / value) for key, value in given.items()}
+        Broker.parse(known.broker.url, **here)
+        if odd := re.search(r"[\s%$\"'\\]", known.broker.url):
+            raise JobError(f"[broker] url: {odd[0]!r} has no place in an address")
+        if known.metrics is not None:
+            open_metrics.address(known.metrics)
+        if known.enrol is not None and (wrong := [host for host in known.enrol.hosts if not _HOST.fullmatch(host)]):
+            raise JobError(f"[enrol] hosts: {wrong[0]!r} is no name of a host")
+    files = {FILES[key]: _file(Path(place)) for key, place in here.items()}
+    words = ["--broker", known.broker.url, "--fleet", known.fleet]
+    for key in given:
+        folder = "${CREDENTIALS_DIRECTORY}" if FILES[key] in SECRET else ETC
+        words += [f"--{key.replace('_', '-')}", f"{folder}/{FILES[key]}"]
+    if known.metrics is not None:
+        words += ["--metrics", known.metrics]
+    files["coordinator.toml"] = path.read_bytes()  # for people: the units have all that it says
+    enrol = None if known.enrol is None else _enrolling(known.enrol)
+    return Coordinator(files, tuple(words), enrol, tuple(name for name in SECRET if name in files))
+
+
+def _enrolling(table: EnrolTable) -> tuple[str, ...]:
+    return ("--port", str(table.port), *(word for host in table.hosts for word in ("--host", host)))
+
+
+def _file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def words(made: Coordinator, systemd: int) -> dict[str, str]:
+    """What its units' templates are filled with.
+
+    Raises:
+        JobError: its systemd is too old.
+    """
+    if systemd < OLDEST_SYSTEMD:
+        raise JobError(f"a coordinator needs systemd {OLDEST_SYSTEMD} or later, and that target has {systemd}")
+    return {
+        "CONDITIONS": f"ConditionPathExists={ETC}/coordinator.crt" if "coordinator.crt" in made.files else "",
+        "ARGUMENTS": _line(made.serve),
+        "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in made.secrets),
+        "ENROL": _line(made.enrol or ()),
+    }
+
+
+def _line(given: Sequence[str]) -> str:
+    return "".join(f" {word}" for word in given)
