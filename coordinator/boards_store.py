@@ -82,7 +82,14 @@ class BoardStore:
         self._db.close()
 
     def _opened(self, writes: bool) -> sqlite3.Connection:
-        db = sqlite3.connect(self._home / NAME, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        kind = "rwc" if writes else "ro"
+        db = sqlite3.connect(
+            f"{(self._home / NAME).absolute().as_uri()}?mode={kind}",
+            uri=True,
+            timeout=BUSY_S,
+            isolation_level=None,
+            check_same_thread=False,
+        )
         try:
             found = int(db.execute("pragma user_version").fetchone()[0])
             if found > VERSION:

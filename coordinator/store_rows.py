@@ -178,8 +178,8 @@ class Rows:
         for job, head in heads.items():
             self.change(job, head=head)
 
-    def facts(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
-        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first."""
+    def facts(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
+        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first: `most` of them, all if it is negative."""
         with self.together("deferred"):  # the row and the facts of one moment
             row, before = self.job(id), FIRST
             if after:
@@ -188,13 +188,14 @@ class Rows:
                 ).fetchone()
                 before = found[0] if found else FIRST
             rows = self._db.execute(
-                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq", (id, after)
+                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq limit ?",
+                (id, after, most),
             ).fetchall()
         for seq, at, body, sum in rows:
             before = link(before, id, at, body)
             if sum != before:
                 raise self.damaged(id, f"fact {seq}, or the one before it, is not what was written")
-        if row is not None and row.head != before:
+        if row is not None and row.head != before and len(rows) != most:
             raise self.damaged(id, "its last facts are missing")
         if rows:
             self._seen[id] = (rows[-1][0], before)
