@@ -179,7 +179,7 @@ class Rows:
             self.change(job, head=head)
 
     def facts(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
-        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first: `most` of them, all if it is negative."""
+        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first: `most` of them, or all if negative."""
         with self.together("deferred"):  # the row and the facts of one moment
             row, before = self.job(id), FIRST
             if after:

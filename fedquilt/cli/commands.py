@@ -20,7 +20,8 @@ from fedquilt import __version__, config
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
-    "Look at runs and boards": ("ls", "devices", "dash", "logs", "why", "report", "evaluate", "export", "run-model", "metrics"),
+    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
+    "Watch a fleet": ("devices", "dash", "metrics"),
     "Clear up": ("delete", "prune", "kept"),
     "Experiments": ("partition", "compare", "methods", "conformance", "simulate", "reproduce", "audit", "bench"),
     "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),

@@ -68,18 +68,18 @@ def main(
             )
             server = uvicorn.Server(settings)
             poll = asyncio.create_task(watch.poll())
-            ended = asyncio.create_task(watch.read_ended())
-            for each in (poll, ended):  # without them nothing is live: better an end than a page that stands still
+            reads = asyncio.create_task(watch.read_logs())
+            for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
                 each.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_closing(server, watch))
             try:
                 await server.serve([place])
             finally:
                 watch.close()
-                await asyncio.gather(poll, ended, closing, return_exceptions=True)
+                await asyncio.gather(poll, reads, closing, return_exceptions=True)
                 watch.shut()
             poll.result()
-            ended.result()
+            reads.result()
 
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(serve())

@@ -16,7 +16,9 @@ from fedquilt.core import FedquiltError
 from fedquilt.tools.report import columns, matrix
 
 LINES: Final = 1000  # of the log
-CELLS: Final = 40_000  # devices times rounds whose parts are held; earlier rounds are read anew where they are asked for
+CELLS: Final = (
+    40_000  # devices times rounds whose parts are held; earlier rounds are read anew where they are asked for
+)
 LEAST: Final = 2  # rounds that are held in any case
 DRAWN: Final = 300  # points of a run's plots
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -21,14 +23,14 @@ from fedquilt.tools.dash.watch import Watch
 Query = Mapping[str, str]
 
 ROWS: Final = 100  # of a table's page
+DEVICES: Final = 30  # of a round
 GRID: Final = 2_000  # cells of the grid's page
-KNOWN_LABELS: Final = 100  # that the filter offers
 TURNS: Final = 60  # rounds of a board that are shown
 SPANS: Final = {"2h": 2 * 3600.0, "2d": 2 * 86400.0, "30d": 30 * 86400.0}
 LOGGED: Final = 300  # lines of the log that are shown
 
-_SORTS: Final[dict[str, Callable[[Device], tuple[Any, ...]]]] = {
-    "name": lambda each: (),
+_SORTS: Final[dict[str, Callable[[Device], tuple[Any, ...]] | None]] = {
+    "name": None,  # as they are
     "state": lambda each: (each.board.online, each.board.doing is not None),
     "since": lambda each: (each.board.since or 0.0,),
     "watts": lambda each: (each.reading.power_w or -1.0,),
@@ -45,27 +47,28 @@ async def fleet(watch: Watch, query: Query) -> dict[str, Any]:
         JobError: a state, label or page that is none.
         StoreError: what is kept of boards cannot be read.
     """
-    known, served = await watch.fleet()
+    known = await watch.fleet()
     wanted, state, text = labels.words(query.get("label", "")), query.get("state") or None, query.get("text", "")
     labels.require_selection(wanted)
     if state is not None and state not in devices.STATES:
         raise JobError(f"{state[:100]!r} is no state: {', '.join(devices.STATES)}")
-    found = devices.chosen(known, wanted, state)
+    found = known.boards if not wanted and state is None else devices.chosen(known.boards, wanted, state)
     if text := text.casefold():
         found = [each for each in found if text in _text(each)]
     sort = query.get("sort", "name")
     if sort.removeprefix("-") not in _SORTS:
         raise JobError(f"boards are not sorted by {sort[:100]!r}: {', '.join(_SORTS)}")
-    found = sorted(found, key=_SORTS[sort.removeprefix("-")], reverse=sort.startswith("-"))
-    if sort == "-name":
-        found.reverse()
+    if key := _SORTS[sort.removeprefix("-")]:
+        found = sorted(found, key=key, reverse=sort.startswith("-"))
+    elif sort.startswith("-"):
+        found = found[::-1]
     grid = query.get("view") == "grid"
     shown, page, pages = _paged(found, _whole(query, "page", 1), GRID if grid else ROWS)
     return {
         "at": time.time(),
-        "served": served,
-        "counts": {name: len(devices.chosen(known, (), name)) for name in devices.STATES} | {"all": len(known)},
-        "labels": _labels(known),
+        "served": watch.served,
+        "counts": known.counts,
+        "labels": known.labels,
         "found": len(found),
         "page": page,
         "pages": pages,
@@ -79,10 +82,6 @@ def _text(device: Device) -> str:
     return f"{board.device}\n{board.board}\n{board.mode or ''}\n{board.version}\n{job}".casefold()
 
 
-def _labels(known: Sequence[Device]) -> list[str]:
-    return sorted({label for each in known for label in each.board.labels})[:KNOWN_LABELS]
-
-
 def _cell(device: Device) -> list[Any]:
     doing = device.board.doing
     share = doing.fraction if doing is not None else None
@@ -90,50 +89,55 @@ def _cell(device: Device) -> list[Any]:
 
 
 async def board(watch: Watch, name: str, query: Query) -> dict[str, Any]:
-    """One board: as it is now, its readings, and its part in the rounds of the runs that are followed.
+    """One board: as it is now, its readings, and its part in the latest rounds of the runs that are followed.
 
     Raises:
-        JobError: no such board or span.
+        MissingBoardError: nobody has heard of it.
+        JobError: no such span.
         StoreError: what is kept of boards cannot be read.
     """
-    known, served = await watch.fleet()
-    found = next((each for each in known if each.board.device == name), None)
+    known = (await watch.fleet()).boards
+    place = bisect.bisect_left(known, name, key=lambda each: each.board.device)
+    found = known[place] if place < len(known) and known[place].board.device == name else None
     now, span = time.time(), query.get("span", "2h")
     if span not in SPANS:
         raise JobError(f"{span[:100]!r} is no span: {', '.join(SPANS)}")
     readings = await watch.readings(name, now - SPANS[span] + 1, now)
     turns: list[dict[str, Any]] = []
-    for each in await _followed(watch):
+    followed, reading = await _followed(watch)
+    for each in followed:
         told = await watch.aside(lambda each=each: each.of_device(name)[:TURNS])  # type: ignore[misc]
         turns += [{"run": each.row.id, **turn} for turn in told]
-    if found is None and not turns:
+    if found is None and not turns and not reading:
         raise MissingBoardError(f"no coordinator of {watch.home} has heard of a board {name[:100]!r}")
     turns.sort(key=lambda turn: -(turn.get("at") or 0.0))
     return {
         "at": now,
-        "served": served,
+        "served": watch.served,
         "board": None if found is None else found.row(),
         "span": [now - SPANS[span], now],
         "readings": [msgspec.structs.astuple(each) for each in readings],
         "turns": turns[:TURNS],
+        "reading": reading,
     }
 
 
-async def _followed(watch: Watch) -> list[follow.Follower]:
-    """The runs that have not ended and those that ended last, all facts read; one that cannot be read is left out."""
+async def _followed(watch: Watch) -> tuple[list[follow.Follower], bool]:
+    """The runs that have not ended and the two that ended last; and whether some log is still being read.
+
+    One whose log cannot be read is left out.
+    """
     try:
         rows = [row for row in (await watch.runs()).rows if isinstance(row, Row)]
     except FedquiltError:
-        return []
+        return [], False
     latest = [row.id for row in rows if row.status in ENDED][-2:]
     found = []
     for row in rows:
         if row.status not in ENDED or row.id in latest:
-            try:
-                found.append(await watch.follower(row.id))
-            except FedquiltError:
-                continue
-    return found
+            with contextlib.suppress(FedquiltError):
+                found.append(await watch.held(row.id))
+    return [each for each in found if each is not None], None in found
 
 
 async def runs(watch: Watch, query: Query) -> dict[str, Any]:
@@ -152,7 +156,7 @@ async def runs(watch: Watch, query: Query) -> dict[str, Any]:
             continue
         head |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
         head |= await watch.summary(row)
-        if row.status not in ENDED and "problem" not in head:
+        if row.status not in ENDED and "done" in head:
             head["now"] = await watch.aside((await watch.follower(row.id)).running)
         told.append(head)
     return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
@@ -222,7 +226,7 @@ async def reasons(watch: Watch, id: str, query: Query) -> dict[str, Any]:
         ),
         key=lambda each: (each[1].code not in why.ASKED, each[1].place or 0, each[0]),
     )
-    shown, page, pages = _paged(chosen, _whole(query, "page", 1), ROWS)
+    shown, page, pages = _paged(chosen, _whole(query, "page", 1), DEVICES)
     running = round == found.state.round and found.state.phase in ("selecting", "open", "closing")
     return {
         "at": time.time(),
@@ -246,7 +250,7 @@ async def lines(watch: Watch, query: Query) -> dict[str, Any]:
         JobError: its log cannot be read.
     """
     wanted = query.get("run", "")
-    followed = [await watch.follower(wanted)] if wanted else await _followed(watch)
+    followed, reading = ([await watch.follower(wanted)], False) if wanted else await _followed(watch)
     device, kind, text = query.get("device", ""), query.get("kind", ""), query.get("text", "").casefold()
 
     def told() -> tuple[list[follow.Said], set[str]]:
@@ -267,6 +271,7 @@ async def lines(watch: Watch, query: Query) -> dict[str, Any]:
         "runs": [row.id for row in reversed(listed.rows)][:ROWS],
         "kinds": sorted(kinds),
         "found": len(chosen),
+        "reading": reading,
         "lines": [line._asdict() for line in chosen[:LOGGED]],
     }
 
@@ -289,5 +294,3 @@ def _whole(query: Query, name: str, default: int) -> int:
 
 class MissingBoardError(JobError):
     """A board that nobody has heard of."""
-
-

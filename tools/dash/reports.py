@@ -71,11 +71,12 @@ def main(home: str, run: str) -> int:
     from fedquilt import extras
     from fedquilt.coordinator.store_reader import Reader
     from fedquilt.tools import report
+    from fedquilt.tools.report.found import gather
 
     os.nice(NICE)
     try:
         with Reader(Path(home)) as store, extras.named():
-            page = report.html(report.gather(store, run))
+            page = report.html(gather(store, run))
     except FedquiltError as error:
         print(error, file=sys.stderr)
         return 1

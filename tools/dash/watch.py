@@ -6,8 +6,9 @@ Databases are read in two threads, one for boards and one for runs, so that a lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -26,8 +27,8 @@ T = TypeVar("T")
 POLL_S: Final = 0.2  # between two looks at whether anybody has written
 PAUSE: Final = 3.0  # between two readings of all boards, in times of what the last one took
 PIECE: Final = 1000  # facts that are read at once
-UNENDED: Final = 64  # runs that have not ended and are followed
 HELD: Final = 4  # runs that have ended and are held with their details: those asked for last
+KNOWN_LABELS: Final = 100  # that a filter offers
 OLD_S: Final = 15.0  # after which boards are read again without a change: readings grow too old
 DOUBT_S: Final = 30.0  # until a log that could not be read is tried again
 WATCHERS: Final = 100  # connections that are told of changes
@@ -50,6 +51,8 @@ class Fleet(NamedTuple):
     """All boards at one moment."""
 
     boards: list[devices.Device]
+    counts: Mapping[str, int]  # by state, and "all"
+    labels: list[str]  # the first of them that there are
     change: int  # number of changes by then
     at: float  # on this process's clock
     took_s: float
@@ -80,6 +83,8 @@ class Watch:
         self._problems: dict[str, tuple[float, str]] = {}  # run -> until when it is not read again, why it cannot be
         self._summaries: dict[str, tuple[object, dict[str, Any]]] = {}  # run -> status and epoch it is of, values
         self._served = False
+        self._wanted: dict[str, None] = {}  # runs whose logs somebody waits for
+        self._wish = asyncio.Event()  # there may be a log to read
 
     # -- changes --
 
@@ -95,6 +100,7 @@ class Watch:
                     self.changes[name] += 1
                     changed = True
             if changed:
+                self._wish.set()
                 self._tell()
             await asyncio.sleep(POLL_S)
 
@@ -117,7 +123,7 @@ class Watch:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def news(self) -> AsyncIterator[dict[str, int] | None]:
+    async def news(self) -> AsyncGenerator[dict[str, int] | None, None]:
         """The numbers of changes, now and after each change; None: there was none for ALIVE_S.
 
         Raises:
@@ -142,6 +148,7 @@ class Watch:
     def close(self) -> None:
         """Let everything come to its end."""
         self._closing = True
+        self._wish.set()
         self._tell()
 
     def shut(self) -> None:
@@ -155,8 +162,13 @@ class Watch:
 
     # -- boards --
 
-    async def fleet(self) -> tuple[list[devices.Device], bool]:
-        """Every board by name, and whether a coordinator serves the home.
+    @property
+    def served(self) -> bool:
+        """Whether a coordinator serves the home."""
+        return self._served
+
+    async def fleet(self) -> Fleet:
+        """Every board, by name.
 
         Raises:
             StoreError: what is kept of boards cannot be read.
@@ -164,10 +176,16 @@ class Watch:
         async with self._lock("fleet"):
             change, now = self.changes["boards"], time.monotonic()
             if self._fleet is None or self._fleet.change != change or now > self._fleet.at + OLD_S:
-                found = await self._in("boards", lambda: devices.look(self.home))
+                found = await self._in("boards", self._all_boards)
                 ended = time.monotonic()
-                self._fleet = Fleet(found, change, ended, ended - now)
-            return self._fleet.boards, self._served
+                self._fleet = Fleet(*found, change, ended, ended - now)
+            return self._fleet
+
+    def _all_boards(self) -> tuple[list[devices.Device], dict[str, int], list[str]]:
+        found = devices.look(self.home)
+        counts = {name: len(devices.chosen(found, (), name)) for name in devices.STATES}
+        labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
+        return found, {**counts, "all": len(found)}, labels
 
     async def readings(self, device: str, begin: float, end: float) -> list[Any]:
         """Readings of a board, as of `BoardStore.readings`."""
@@ -258,38 +276,63 @@ class Watch:
         for id in self._summaries.keys() - rows.keys():
             del self._summaries[id]
 
+    async def held(self, run: str) -> Follower | None:
+        """A run with its details, if its log has been read before; else it is read, and a change told when it has been.
+
+        Raises:
+            StoreError: there is no such run.
+            JobError: its log cannot be read.
+        """
+        if run in self._followers or run in self._problems:
+            return await self.follower(run)
+        self._wanted[run] = None
+        self._wish.set()
+        return None
+
     async def summary(self, row: Row) -> dict[str, Any]:
         """Values of a run for the list of runs; {}: they are not known yet; "problem": why its log cannot be read."""
         known = self._summaries.get(row.id)
-        if row.status in ENDED or sum(each.row.status not in ENDED for each in self.followed()) > UNENDED:
+        if row.status in ENDED:
             return known[1] if known is not None and known[0] == (row.status, row.epoch) else {}
         try:
-            return await self.aside((await self.follower(row.id)).summary)
+            found = await self.held(row.id)
+            return {} if found is None else await self.aside(found.summary)
         except JobError as error:
             return {"problem": str(error)}
 
-    async def read_ended(self) -> None:
-        """Read the logs of ended runs for their summaries, the latest first, while nothing else does."""
+    async def read_logs(self) -> None:
+        """Read the logs that were asked for, then those of ended runs for their summaries, the latest first."""
         while not self._closing:
-            news = self._news
-            try:
-                rows = [row for row in (await self.runs()).rows if isinstance(row, Row) and row.status in ENDED]
-            except FedquiltError:
-                rows = []
-            for row in reversed(rows):
-                if self._summaries.get(row.id, (None,))[0] == (row.status, row.epoch) or self._closing:
-                    continue
-                try:
-                    found = Follower(row, 0)  # no details
-                    await self._go_on(found)
-                    told = await self.aside(found.summary)
-                except FedquiltError as error:
-                    told = {"problem": str(error)}
-                self._summaries[row.id] = ((row.status, row.epoch), told)
+            self._wish.clear()
+            while not self._closing and await self._read_one():
                 self.changes["runs"] += 1
                 self._tell()
-                news = self._news
-            await news.wait()
+            await self._wish.wait()
+
+    async def _read_one(self) -> bool:
+        """Read one log that is wanted or not summed up yet; False: there is none."""
+        if self._wanted:
+            run = next(iter(self._wanted))
+            with contextlib.suppress(FedquiltError):  # whoever asks again is told why
+                await self.follower(run)
+            self._wanted.pop(run, None)
+            return True
+        try:
+            rows = [row for row in (await self.runs()).rows if isinstance(row, Row) and row.status in ENDED]
+        except FedquiltError:
+            return False
+        unknown = [row for row in rows if self._summaries.get(row.id, (None,))[0] != (row.status, row.epoch)]
+        if not unknown:
+            return False
+        row, told = unknown[-1], {}
+        try:
+            found = Follower(row, 0)  # no details
+            await self._go_on(found)
+            told = await self.aside(found.summary)
+        except FedquiltError as error:
+            told = {"problem": str(error)}
+        self._summaries[row.id] = ((row.status, row.epoch), told)
+        return True
 
     async def parts(self, found: Follower, round: int) -> Mapping[str, why.Part] | None:
         """The parts of all devices in a round; None: there has been no such round."""
@@ -305,12 +348,8 @@ class Watch:
         return await self.aside(read)
 
     async def aside(self, read: Callable[[], T]) -> T:
-        """Call a function in the thread that followers are brought up to date in, so that they stand still meanwhile."""
+        """Call a function in the thread that brings followers up to date, so that they stand still meanwhile."""
         return await self._in("runs", read)
-
-    def followed(self) -> list[Follower]:
-        """The runs that are held with their details."""
-        return list(self._followers.values())
 
     # -- within --
 

@@ -1,5 +1,5 @@
 // One board: as it is now, its sensors, and its part in each round.
-import { choice, day, duration, h, hear, jobOf, number, percent, plural, query, remember, runLink, since, size, state, sync, table, tile } from "./dom.js";
+import { day, duration, h, jobOf, number, query, remember, runLink, since, size, state, sync, table, tile } from "./dom.js";
 import { memory, work } from "./fleet.js";
 import { plot } from "./plot.js";
 
@@ -12,7 +12,7 @@ export function page(place, { name, again, ask }) {
   const spans = SPANS.map(([span, text]) => h("button", { type: "button", "data-span": span, onclick: () => { remember({ span: span === "2h" ? "" : span }); again(); } }, text));
   const plots = h("div", { class: "plots" });
   const { made: list, body } = table("rounds of this board", [{ text: "Round" }, { text: "What became of it" }, { text: "Where its time went" }, { text: "Lasted", class: "number" }], "cards turns");
-  const none = h("p", { class: "none" }, "No run that is followed here has known this board; `fedquilt why RUN --device` has all rounds.");
+  const none = h("p", { class: "none" });
   place.append(
     h("p", { class: "crumbs" }, h("a", { href: "/" }, "Fleet")), h("h1", {}, name), head, now, refusal,
     h("section", {}, h("h2", {}, "Sensors"), h("div", { class: "tabs small", role: "group", "aria-label": "span" }, spans), plots),
@@ -47,6 +47,7 @@ export function page(place, { name, again, ask }) {
     }
     draw(plots, told, span);
     none.hidden = told.turns.length > 0;
+    none.textContent = told.reading ? "The logs of runs are being read." : "No run that is followed here has known this board; `fedquilt why RUN --device` has all rounds.";
     list.hidden = !told.turns.length;
     sync(body, told.turns, (turn) => `${turn.run} ${turn.round}`, row);
   }

@@ -1,5 +1,5 @@
 // The fleet: a row or a cell for each board, by state, label and text, a page at a time.
-import { bar, boardLink, choice, duration, field, h, jobOf, number, pager, percent, plural, query, remember, runLink, since, size, state, sync, table } from "./dom.js";
+import { bar, boardLink, field, h, jobOf, number, pager, percent, plural, query, remember, runLink, since, size, state, sync, table } from "./dom.js";
 
 const STATES = ["all", "online", "working", "idle", "offline", "refused"];
 const HEADS = [["name", "Board"], ["state", "State"], ["since", "For"], [null, "Doing"], ["watts", "W"], ["temperature", "°C"], ["memory", "Memory"], [null, "Labels"], ["refusal", "Last refusal"]];

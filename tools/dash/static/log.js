@@ -11,7 +11,7 @@ export function page(place, { again, ask }) {
     const told = await ask(`/api/log?${query}`);
     run.offer([["", "all that go on, and the last two"], ...told.runs.map((each) => [each, each])]);
     kind.offer([["", "all"], ...told.kinds.map((each) => [each, each])]);
-    found.textContent = told.found > told.lines.length ? `The latest ${told.lines.length} of ${plural(told.found, "line")}; \`fedquilt logs RUN\` has all of a run.` : plural(told.found, "line");
+    found.textContent = told.reading ? "The logs of runs are being read." : told.found > told.lines.length ? `The latest ${told.lines.length} of ${plural(told.found, "line")}; \`fedquilt logs RUN\` has all of a run.` : plural(told.found, "line");
     sync(list, told.lines, (line) => `${line.run} ${line.seq}`, row);
   }
   return { show, wants: ["runs"] };

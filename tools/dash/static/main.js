@@ -60,6 +60,7 @@ async function show() {
     return;
   }
   busy = true;
+  const slow = setTimeout(() => { if (!document.body.dataset.shown) { notice.from = "show"; say("Being read."); } }, 500);
   try {
     await page.show();
     document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1);
@@ -70,6 +71,7 @@ async function show() {
     say(problem.message, true);
     if (problem.status === 404) page.gone?.();
   }
+  clearTimeout(slow);
   busy = false;
   last = Date.now();
   if (wanted) { wanted = false; show(); }

@@ -1,7 +1,7 @@
 // Lines over a common axis, drawn as SVG, with the values under the pointer or the arrow keys, and a sentence for who cannot see it.
 import { h, number, s } from "./dom.js";
 
-const WIDE = 560, HIGH = 150, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const WIDE = 350, HIGH = 150, LEFT = 46, RIGHT = 18, TOP = 8, BOTTOM = 22;
 
 function ticks(low, high, most) {
   if (!(high > low)) { high = low + (Math.abs(low) || 1) / 2; low -= (Math.abs(low) || 1) / 2; }

@@ -1,5 +1,5 @@
 // One run, live: figures, plots over its rounds, who took part in a round and why the others did not, and its report.
-import { boardLink, day, field, h, joules, metric, number, pager, plural, query, remember, since, size, sync, table, tile } from "./dom.js";
+import { boardLink, day, field, h, joules, metric, pager, query, remember, since, size, sync, table, tile } from "./dom.js";
 import { plot, ticks } from "./plot.js";
 import { status, tally } from "./runs.js";
 
@@ -62,7 +62,7 @@ export function page(place, { name, again, ask, session, say }) {
 
   function draw(told) {
     const max = Math.max(2, ...told.table.map((row) => row.round));
-    const across = { min: 1, max, ticks: ticks(1, max, 6).filter((each) => Number.isInteger(each) && each >= 1 && each <= max), tick: String, tell: (at) => `round ${at}` };
+    const across = { min: 1, max, ticks: ticks(1, max, 6).filter((each) => Number.isInteger(each) && each >= 1 && each <= max), tick: String, tell: (at) => `after ${at} rounds` };
     const line = (title, of, className = "c0") => ({ name: title, class: className, points: told.table.map((row) => [row.round, of(row)]) });
     const scale = told.metric.share ? 100 : 1, unit = told.metric.share ? "%" : "";
     const share = (value) => (value === null || value === undefined ? null : scale * value);

@@ -1,5 +1,5 @@
 // All runs, the latest first; those that go on with who works, who has answered and who was not asked.
-import { bar, day, h, joules, metric, pager, percent, plural, query, remember, runLink, since, size, sync, table } from "./dom.js";
+import { bar, day, h, joules, metric, pager, query, remember, runLink, since, size, sync, table } from "./dom.js";
 
 export function page(place, { again, ask }) {
   const { made: list, body } = table("runs", [{ text: "Run" }, { text: "Status" }, { text: "Rounds" }, { text: "Result", class: "number" }, { text: "Down and up", class: "number" }, { text: "Energy", class: "number" }, { text: "Who, and who not" }], "cards");
