@@ -47,6 +47,7 @@ class Browser:
         for each in (ours, theirs, *high):
             os.close(each)
         self._buffer, self._number = b"", 0
+        self._targets: list[str] = []
         self._inbox: deque[dict[str, Any]] = deque()
 
     def __enter__(self) -> Browser:
@@ -72,11 +73,16 @@ class Browser:
                 return told["result"]
             self._inbox.append(told)
 
-    def events(self) -> list[dict[str, Any]]:
-        """What has happened since this was last asked."""
-        found = list(self._inbox)
+    def events(self, session: str) -> list[dict[str, Any]]:
+        """What has happened in a tab since this was last asked; other tabs' events are dropped."""
+        found = [each for each in self._inbox if each.get("sessionId") == session]
         self._inbox.clear()
         return found
+
+    def close_tabs(self) -> None:
+        """Close every tab."""
+        while self._targets:
+            self.call("Target.closeTarget", targetId=self._targets.pop())
 
     def _next(self) -> dict[str, Any]:
         with selectors.DefaultSelector() as ready:
@@ -92,6 +98,7 @@ class Browser:
     def open(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False) -> Tab:
         """A new tab that loads an address."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._targets.append(target)
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -119,7 +126,7 @@ class Tab:
         """The value of an expression; a promise's is waited for."""
         told = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
-        for event in self._browser.events():
+        for event in self._browser.events(self._session):
             params = event.get("params", {})
             if event["method"] == "Runtime.exceptionThrown":
                 self.problems.append(str(params["exceptionDetails"].get("exception", params)))
