@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ from fedquilt.tools.dash.follow import CELLS, Follower, part_of
 T = TypeVar("T")
 
 POLL_S: Final = 0.2  # between two looks at whether anybody has written
-PAUSE: Final = 3.0  # between two readings of all boards, in times of what the last one took
+PAUSE: Final = 1.5  # between two readings of all boards, in times of what the last one took
 PIECE: Final = 1000  # facts that are read at once
 HELD: Final = 4  # runs that have ended and are held with their details: those asked for last
 KNOWN_LABELS: Final = 100  # that a filter offers
@@ -183,9 +184,9 @@ class Watch:
 
     def _all_boards(self) -> tuple[list[devices.Device], dict[str, int], list[str]]:
         found = devices.look(self.home)
-        counts = {name: len(devices.chosen(found, (), name)) for name in devices.STATES}
+        counts = Counter(name for each in found for name in devices.states(each))
         labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
-        return found, {**counts, "all": len(found)}, labels
+        return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
 
     async def readings(self, device: str, begin: float, end: float) -> list[Any]:
         """Readings of a board, as of `BoardStore.readings`."""

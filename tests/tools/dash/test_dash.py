@@ -61,7 +61,7 @@ def test_every_page_and_its_files_are_there(dash: Dashboard) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert b"://" not in body
     files = re.findall(r'(?:href|src)="(/static/[^"]+)"', body.decode())
-    assert len(files) == 3
+    assert len(files) == 10
     seen: set[str] = set()
     while files:
         path = files.pop()
