@@ -16,7 +16,9 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator.boards import Board, Reading
+from fedquilt.coordinator.store_rows import readable, transaction
 from fedquilt.core import StoreError
+from fedquilt.disk import PRIVATE
 
 NAME: Final = "boards.db"
 VERSION: Final = 1  # of the tables
@@ -82,14 +84,12 @@ class BoardStore:
         self._db.close()
 
     def _opened(self, writes: bool) -> sqlite3.Connection:
-        kind = "rwc" if writes else "ro"
-        db = sqlite3.connect(
-            f"{(self._home / NAME).absolute().as_uri()}?mode={kind}",
-            uri=True,
-            timeout=BUSY_S,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        path = self._home / NAME
+        if writes:
+            PRIVATE.ensure(path)  # SQLite gives its other files the same mode
+            db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        else:
+            db = readable(path, check_same_thread=False)
         try:
             found = int(db.execute("pragma user_version").fetchone()[0])
             if found > VERSION:
@@ -111,7 +111,7 @@ class BoardStore:
 
     def write(self, boards: Iterable[Board], readings: Iterable[tuple[str, Reading]]) -> None:
         """Store boards as they are now, and readings of the finest step, each of a board that is stored."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
                 "on conflict (device) do update set body = excluded.body",
@@ -125,7 +125,7 @@ class BoardStore:
 
     def tidy(self, now: float) -> None:
         """Make coarser readings of finer ones, drop those that are old, and forget boards that have long been away."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
                 begin = 0 if last is None else last + to
@@ -136,7 +136,7 @@ class BoardStore:
 
     def forget(self, devices: Collection[str]) -> None:
         """Delete boards with their readings."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             for device in devices:
                 self._db.execute(
                     "delete from readings where board = (select id from boards where device = ?)", (device,)
@@ -180,17 +180,6 @@ class BoardStore:
         query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        self._db.execute("begin immediate")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
-            raise
 
 
 @contextmanager

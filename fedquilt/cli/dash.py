@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fedquilt.cli import homes, options
 from fedquilt.cli.commands import option, verb
-from fedquilt.core import StoreError
 
 
 @verb()
@@ -18,8 +17,7 @@ def dash(home: Path, listen: str, actions: bool, names: tuple[str, ...]) -> None
     """Show the fleet and its runs in a browser, live; it reads --home, and nothing depends on it."""
     from fedquilt.tools import dash as tool
 
-    if not (home / "fedquilt.db").is_file():
-        raise StoreError(homes.empty(home))
+    homes.require(home)
     tool.main(
         home.resolve(),
         listen,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -115,9 +114,5 @@ def write_token(home: Path, token: str) -> None:
     Raises:
         StoreError: it cannot be written.
     """
-    part = home / f"{TOKEN}.part"
     with disk.doing(f"write {home / TOKEN}"):
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(f"{token}\n")
-        part.replace(home / TOKEN)
+        disk.PRIVATE.put(home / TOKEN, f"{token}\n".encode(), durable=False)

@@ -19,6 +19,7 @@ from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.housekeeping import ENDED
 from fedquilt.coordinator.store import Row, Unreadable
 from fedquilt.coordinator.store_reader import Mark, Reader
+from fedquilt.coordinator.store_rows import Identity
 from fedquilt.coordinator.views import devices, why
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.dash.follow import CELLS, Follower, part_of
@@ -76,7 +77,7 @@ class Watch:
         self._marks: dict[str, Mark] = {}
         self._seen: dict[str, object] = {}
         self._reader: Reader | None = None
-        self._reader_of: object = None
+        self._reader_of: Identity | None = None
         self._fleet: Fleet | None = None
         self._runs: tuple[int, Runs] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
@@ -356,17 +357,19 @@ class Watch:
 
     def _read(self) -> Reader:
         """The reader of this home, opened anew where another database was put there; called in its thread."""
+        before = self._reader_of
         try:
-            found = (self.home / store_reader.NAME).stat()
+            self._reader_of = found = Identity.of(self.home / store_reader.NAME)
         except OSError as error:
             self._drop()
             raise StoreError(f"no runs in {self.home}: {error.strerror}") from None
-        if self._reader is not None and self._reader_of != (found.st_dev, found.st_ino):
+        if before is not None and before != found:
             self._drop()
-            self._followers.clear()
-            self._summaries.clear()
+            if before[:2] != found[:2]:  # another database: what was followed is not in it
+                self._followers.clear()
+                self._summaries.clear()
         if self._reader is None:
-            self._reader, self._reader_of = Reader(self.home), (found.st_dev, found.st_ino)
+            self._reader = Reader(self.home)
         return self._reader
 
     def _drop(self) -> None:
