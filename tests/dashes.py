@@ -124,7 +124,8 @@ class Dashboard:
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         end = time.monotonic() + LIMIT_S
-        while not (found := re.search(r"http://127\.0\.0\.1:(\d+)/\n", self.said)):
+        last = r"http://127\.0\.0\.1:(\d+)/" + (r"#token=\S+\n" if "--actions" in words else r"\n")
+        while not (found := re.search(last, self.said)):
             assert self.process.poll() is None, self.said
             assert time.monotonic() < end, self.said
             time.sleep(0.02)

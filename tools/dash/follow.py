@@ -158,7 +158,7 @@ class Follower:
             "metered": state.spent.metered,
             "tasks": state.spent.metered + state.spent.unmetered,
             "declined": self.declined,
-            "at": self.at,
+            "fact_at": self.at,
             "reason": state.reason,
         }
 

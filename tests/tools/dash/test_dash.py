@@ -162,6 +162,7 @@ def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
     assert (leaves["name"], leaves["status"], leaves["done"]) == ("leaves", "stopped", 3)
     assert digits["now"]["asked"] == [name for name in DEVICES if int(name[-2:]) % 5][1:16]
     run = dash.values("/api/runs/digits")
+    assert run["fact_at"] < dash.values("/api/runs?later")["at"] <= dash.values("/api/runs/digits?later")["at"]
     assert [row["down_bytes"] for row in run["table"]] == [45_000_000, 45_000_000]
     assert [row["accuracy"] for row in run["table"]] == [pytest.approx(0.3), None]
 

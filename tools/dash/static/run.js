@@ -46,7 +46,7 @@ export function page(place, { name, again, ask, session, say }) {
       tile("down", size(told.down_bytes)), tile("up", size(told.up_bytes)),
       tile("energy of the boards", joules(told.joules), told.tasks && told.metered < told.tasks ? `${told.metered} of ${told.tasks} tasks metered` : ""),
       tile("refused", String(told.declined)),
-      tile("last fact", since(told.at, "", " ago")));
+      tile("last fact", since(told.fact_at, "", " ago")));
     const now = told.now;
     wait.hidden = !now?.waits;
     if (now?.waits) wait.textContent = `Waits for ${now.waits}`;
