@@ -7,7 +7,6 @@ put aside. Readings are kept in three steps, coarser with age; a board that has 
 from __future__ import annotations
 
 import itertools
-import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator.boards import Board, Reading
-from fedquilt.coordinator.store_rows import transaction
+from fedquilt.coordinator.store_rows import readable, transaction
 from fedquilt.core import StoreError
 from fedquilt.disk import PRIVATE
 
@@ -90,7 +89,7 @@ class BoardStore:
             PRIVATE.ensure(path)  # SQLite gives its other files the same mode
             db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         else:
-            db = self._readable(path)
+            db = readable(path, check_same_thread=False)
         try:
             found = int(db.execute("pragma user_version").fetchone()[0])
             if found > VERSION:
@@ -107,13 +106,6 @@ class BoardStore:
             db.close()
             raise
         return db
-
-    def _readable(self, path: Path) -> sqlite3.Connection:
-        """Open the database so that nothing is written, nor needs to be: its reader may have no right to."""
-        logged = path.with_name(f"{NAME}-wal").exists()  # else nobody writes, or has anything to write still
-        asks = "mode=ro" if logged or os.access(self._home, os.W_OK) else "mode=ro&immutable=1"
-        uri = f"{path.absolute().as_uri()}?{asks}"
-        return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
 
     # -- writing --
 

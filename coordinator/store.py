@@ -376,15 +376,15 @@ class Store:
         self.set_status(id, fact.status)
         return fact.status
 
-    def facts(self, id: str, after: int = 0) -> Iterator[tuple[int, float, AnyFact]]:
-        """(sequence, wall-clock seconds, fact) of a job, oldest first.
+    def facts(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyFact]]:
+        """(sequence, wall-clock seconds, fact) of a job, oldest first: `most` of them, all if it is negative.
 
         Raises:
             JobError: a fact that this version does not know.
             DamagedRunError: what is stored is not what was written.
         """
         with storing(self.home):
-            rows = self._rows.facts(id, after)
+            rows = self._rows.facts(id, after, most)
         for seq, at, body in rows:
             try:
                 yield seq, at, decoded(body)

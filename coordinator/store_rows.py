@@ -7,6 +7,7 @@ job's row has that of the last one: so that a fact which is lost, added, changed
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from fedquilt.core import JobError, StoreError, Update
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
+BUSY_S: Final = 5.0  # that a reader waits for a writer
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head"
 
 
@@ -63,6 +65,39 @@ def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[Non
         if db.in_transaction:
             db.execute("rollback")
         raise
+
+
+def readable(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
+    """Open a database so that nothing is written, nor needs to be: its reader may have no right to.
+
+    Raises:
+        sqlite3.Error: there is none, or it cannot be read.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _still(path) else ''}"
+    return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=check_same_thread, uri=True)
+
+
+def _still(path: Path) -> bool:
+    """Whether SQLite has to be told that nobody writes: there is no write-ahead log, and a reader can make none."""
+    return not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+
+
+class Identity(NamedTuple):
+    """Tells a database from another one at its place; where it changes, whoever reads has to open it anew."""
+
+    device: int
+    inode: int
+    still: bool
+
+    @staticmethod
+    def of(path: Path) -> Identity:
+        """The identity of the database at a path.
+
+        Raises:
+            OSError: there is none, or it cannot be looked at.
+        """
+        found = path.stat()
+        return Identity(found.st_dev, found.st_ino, _still(path))
 
 
 class Stored(NamedTuple):
@@ -188,8 +223,8 @@ class Rows:
         for job, head in heads.items():
             self.change(job, head=head)
 
-    def facts(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
-        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first."""
+    def facts(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
+        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first: `most` of them, or all if negative."""
         with self.together("deferred"):  # the row and the facts of one moment
             row, before = self.job(id), FIRST
             if after:
@@ -198,13 +233,14 @@ class Rows:
                 ).fetchone()
                 before = found[0] if found else FIRST
             rows = self._db.execute(
-                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq", (id, after)
+                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq limit ?",
+                (id, after, most),
             ).fetchall()
         for seq, at, body, sum in rows:
             before = link(before, id, at, body)
             if sum != before:
                 raise self.damaged(id, f"fact {seq}, or the one before it, is not what was written")
-        if row is not None and row.head != before:
+        if row is not None and row.head != before and len(rows) != most:
             raise self.damaged(id, "its last facts are missing")
         if rows:
             self._seen[id] = (rows[-1][0], before)

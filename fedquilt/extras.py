@@ -28,6 +28,8 @@ EXTRAS: Final = {
     "mlflow": "mlflow",
     "wandb": "wandb",
     "prometheus_client": "metrics",
+    "starlette": "web",
+    "uvicorn": "web",
 }
 
 

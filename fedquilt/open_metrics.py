@@ -35,7 +35,7 @@ def address(listen: str) -> tuple[str, int]:
     """
     host, _, port = listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
-        raise JobError(f"{listen!r} is no place to serve metrics: write HOST:PORT, such as 127.0.0.1:9464")
+        raise JobError(f"{listen!r} is no address to serve at: write HOST:PORT, such as 127.0.0.1:9464")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

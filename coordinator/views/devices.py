@@ -56,11 +56,12 @@ def chosen(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | N
     return [
         each
         for each in devices
-        if labels.selects(wanted, each.board.labels) and (state is None or state in _states(each))
+        if labels.selects(wanted, each.board.labels) and (state is None or state in states(each))
     ]
 
 
-def _states(device: Device) -> set[str]:
+def states(device: Device) -> set[str]:
+    """Those of STATES that a board is in."""
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:

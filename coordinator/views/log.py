@@ -47,7 +47,7 @@ class Teller:
 
     def __init__(self) -> None:
         self._selected: set[str] = set()
-        self._updates: list[Update] = []
+        self._answered: Mapping[str, Update] = {}
 
     def tell(self, fact: AnyFact, after: Rounds) -> list[str]:
         """Sentences on one fact: first the event, then its reasons.
@@ -58,11 +58,14 @@ class Teller:
         """
         last = closing(after, fact)
         if not isinstance(fact, Committed):  # of the state, which also has what was before the first fact told here
-            self._selected |= {*(fact.devices if isinstance(fact, Asked) else ()), *after.asked, *after.answered}
-            self._updates = list(after.answered.values())
+            if not self._selected:
+                self._selected = {*after.asked, *after.answered}
+            if isinstance(fact, Asked):
+                self._selected.update(fact.devices)
+            self._answered = after.answered
             return sentences(fact, last)
-        told = _committed(fact, last, self._updates, len(self._selected))
-        self._selected, self._updates = set(), []
+        told = _committed(fact, last, list(self._answered.values()), len(self._selected))
+        self._selected, self._answered = set(), {}
         return told
 
 

@@ -155,11 +155,22 @@ def splits(facts: Sequence[Dated]) -> list[Split]:
         ]
         if not timed:
             continue
-        lasted_s = max(fact.took_s, *(took_s for took_s, _ in timed))
-        compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
-        took_s = sum(took_s for took_s, _ in timed) / len(timed)
-        found.append(Split(fact.round, lasted_s, compute_s, max(took_s - compute_s, 0.0), lasted_s - took_s))
+        found.append(split(fact.round, fact.took_s, timed))
     return found
+
+
+def split(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> Split:
+    """Split the time of a round.
+
+    Args:
+        round: its number.
+        took_s: how long the coordinator saw it last.
+        timed: of each device that answered, one at least: seconds since it was asked, and seconds at its task.
+    """
+    lasted_s = max(took_s, *(answered_s for answered_s, _ in timed))
+    compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
+    mean_s = sum(answered_s for answered_s, _ in timed) / len(timed)
+    return Split(round, lasted_s, compute_s, max(mean_s - compute_s, 0.0), lasted_s - mean_s)
 
 
 def _answers(facts: Sequence[Dated]) -> dict[int, list[Answered]]:

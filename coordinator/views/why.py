@@ -48,9 +48,26 @@ def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
 
 def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     """Round -> device -> its part in it, for the devices known by then; a later fact replaces an earlier one."""
-    state = Rounds(plan)
-    found: dict[int, dict[str, Part]] = {}
+    told = Parts(plan)
     for fact in facts:
+        told.add(fact)
+    return told.found
+
+
+class Parts:
+    """Parts of a run's devices, brought up to date fact by fact.
+
+    Args:
+        plan: constants of the run's job.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.state = Rounds(plan)  # after the last fact
+        self.found: dict[int, dict[str, Part]] = {}  # as of `parts`; whoever follows a run may drop earlier rounds
+
+    def add(self, fact: AnyFact) -> None:
+        """Let the next fact of the run count."""
+        state, found = self.state, self.found
         match fact:
             case Asked():
                 _add(found, fact.round, _chosen(state, fact), anew=fact.devices)
@@ -76,13 +93,12 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
                     )
             case _:
                 pass
-        state = apply(state, fact, 0.0)
+        self.state = state = apply(state, fact, 0.0)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
                 device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
             }
             _add(found, fact.round, barred)
-    return found
 
 
 ASKED: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round

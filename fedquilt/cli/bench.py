@@ -9,7 +9,20 @@ from fedquilt.cli import homes, options
 from fedquilt.cli.commands import argument, option, verb
 from fedquilt.core import JobError
 
-WHAT = ("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines", "fedsq", "costs", "sim")
+WHAT = (
+    "idle",
+    "blobs",
+    "sensors",
+    "energy",
+    "stitch",
+    "memory",
+    "footprint",
+    "deadlines",
+    "fedsq",
+    "costs",
+    "dash",
+    "sim",
+)
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"
 
 

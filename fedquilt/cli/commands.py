@@ -20,7 +20,8 @@ from fedquilt import __version__, config
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
-    "Look at runs and boards": ("ls", "devices", "logs", "why", "report", "evaluate", "export", "run-model", "metrics"),
+    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
+    "Watch a fleet": ("devices", "dash", "metrics"),
     "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
     "Experiments": (
         "partition",

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from fedquilt.cli import homes, options
 from fedquilt.cli.commands import verb
-from fedquilt.core import JobError
 
 
 @verb()
@@ -14,15 +13,7 @@ from fedquilt.core import JobError
 @options.home
 def stop(run: str, home: Path) -> None:
     """Stop a run at the coordinator's next look at its store; `resume` continues it."""
-    from fedquilt.coordinator.facts import Ended
+    from fedquilt.coordinator import requests
 
     with homes.existing(home) as store:
-        row = store.job(run)
-        if row.status not in ("queued", "running", "stopping"):
-            raise JobError(f"{row.id} is {row.status} already")
-        if store.served():
-            store.set_status(row.id, "stopping")
-            print(f"{row.id} stops at the coordinator's next look at its store (within a second or so)")
-        else:
-            status = store.end(row.id, Ended("stopped", "by request"))
-            print(f"{row.id} is {status}; no coordinator was running it")
+        print(requests.stop(store, run))

@@ -33,5 +33,5 @@ def test_an_agent_tells_what_it_told_last(tmp_path: Path) -> None:
 def test_a_place_that_is_none_is_refused_with_the_settings() -> None:
     """Before the agent starts; without the table nothing is served."""
     assert settings.parse({"device": "a", "home": "x"}).metrics.listen is None
-    with pytest.raises(JobError, match=r"\[metrics\] listen: '9464' is no place to serve metrics"):
+    with pytest.raises(JobError, match=r"\[metrics\] listen: '9464' is no address to serve at"):
         settings.parse({"device": "a", "home": "x", "metrics": {"listen": "9464"}})

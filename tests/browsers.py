@@ -1,0 +1,154 @@
+"""A real browser without a window: Chromium, driven by its own protocol over two pipes."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LIMIT_S = 60.0
+
+
+class Browser:
+    """One Chromium; it is killed at the end.
+
+    Args:
+        folder: for its profile and log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        assert CHROMIUM is not None
+        ours, self._out = os.pipe()
+        self._in, theirs = os.pipe()
+        self._log = (folder / "chromium.log").open("ab")
+        command = [
+            CHROMIUM,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+            *("--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe"),
+            *(f"--user-data-dir={folder / 'profile'}", "about:blank"),
+        ]
+        high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (ours, theirs)]
+
+        def placed() -> None:
+            os.dup2(high[0], 3)  # where Chromium expects them
+            os.dup2(high[1], 4)
+
+        out = self._log
+        self._process = subprocess.Popen(command, pass_fds=(3, 4), preexec_fn=placed, stdout=out, stderr=out)
+        for each in (ours, theirs, *high):
+            os.close(each)
+        self._buffer, self._number = b"", 0
+        self._targets: list[str] = []
+        self._inbox: deque[dict[str, Any]] = deque()
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._out)
+        os.close(self._in)
+        self._log.close()
+
+    def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
+        """Carry out a method of the protocol."""
+        self._number += 1
+        number = self._number
+        message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            told = self._next()
+            if told.get("id") == number:
+                assert "error" not in told, (method, told)
+                return told["result"]
+            self._inbox.append(told)
+
+    def events(self, session: str) -> list[dict[str, Any]]:
+        """What has happened in a tab since this was last asked; other tabs' events are dropped."""
+        found = [each for each in self._inbox if each.get("sessionId") == session]
+        self._inbox.clear()
+        return found
+
+    def close_tabs(self) -> None:
+        """Close every tab."""
+        while self._targets:
+            self.call("Target.closeTarget", targetId=self._targets.pop())
+
+    def _next(self) -> dict[str, Any]:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._in, selectors.EVENT_READ)
+            while b"\0" not in self._buffer:
+                assert ready.select(LIMIT_S), f"Chromium has said nothing for {LIMIT_S:g} s"
+                piece = os.read(self._in, 1 << 20)
+                assert piece, "Chromium has ended"
+                self._buffer += piece
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False) -> Tab:
+        """A new tab that loads an address."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._targets.append(target)
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        tab = Tab(self, session)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            tab.call(f"{domain}.enable")
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        tab.call("Emulation.setEmulatedMedia", features=scheme)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+        tab.call("Emulation.setDeviceMetricsOverride", **size)
+        tab.call("Page.navigate", url=url)
+        return tab
+
+
+class Tab:
+    """One page in the browser."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+        self.problems: list[str] = []  # what the page's console and its policy complain about
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Carry out a method of the protocol in this tab."""
+        return self._browser.call(method, self._session, **params)
+
+    def value(self, code: str) -> Any:
+        """The value of an expression; a promise's is waited for."""
+        told = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told
+        for event in self._browser.events(self._session):
+            params = event.get("params", {})
+            if event["method"] == "Runtime.exceptionThrown":
+                self.problems.append(str(params["exceptionDetails"].get("exception", params)))
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] == "error":
+                self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        return told["result"].get("value")
+
+    def until(self, code: str) -> Any:
+        """The value of an expression, once it is true."""
+        end = time.monotonic() + LIMIT_S
+        while not (found := self.value(code)):
+            shown = self.value("document.body && document.body.innerText.slice(0, 1000)")
+            assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {code}; {self.problems}; {shown}"
+            time.sleep(0.02)
+        return found
+
+    @property
+    def text(self) -> str:
+        """The text that is shown."""
+        return str(self.value("document.body.innerText"))
+
+    def picture(self, path: Path, *, whole: bool = False) -> None:
+        """A picture of what is shown, as PNG."""
+        told = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(told["data"]))

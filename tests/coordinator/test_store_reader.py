@@ -1,0 +1,113 @@
+"""A home that is opened for reading alone."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import dashes
+import pytest
+
+from fedquilt.coordinator.facts import Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_reader import Mark, Reader
+from fedquilt.core import StoreError
+
+FACTS = dashes.facts(dashes.names(6), 4)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A coordinator's folder with one run."""
+    dashes.add_run(tmp_path, FACTS)
+    return tmp_path
+
+
+def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
+    """Each thing that writes is refused, and so is a lock."""
+    with Reader(home) as reader, Store(home) as store:
+        (row,) = reader.all_jobs()
+        assert row == store.job("digits")
+        assert list(reader.facts(row.id)) == list(store.facts(row.id))
+        for act in (
+            lambda: reader.set_status(row.id, "done"),
+            lambda: reader.append(row.id, Ended("done")),
+            lambda: reader.remove([row.id]),
+            lambda: reader.begin(row.id),
+        ):
+            with pytest.raises(StoreError):
+                act()
+        assert store.status(row.id) == "running"
+
+
+def test_facts_come_piece_by_piece(home: Path) -> None:
+    """The pieces are the whole, and what is lost at the end is found with the last piece."""
+    with Reader(home) as reader:
+        id = reader.all_jobs()[0].id
+        found, seq = [], 0
+        while piece := list(reader.facts(id, seq, 4)):
+            assert len(piece) <= 4
+            found += [fact for _, _, fact in piece]
+            seq = piece[-1][0]
+        assert found == FACTS
+        with sqlite3.connect(home / "fedquilt.db") as db:
+            db.execute("delete from facts where seq = ?", (seq,))
+        db.close()
+        list(reader.facts(id, 0, 4))
+        with pytest.raises(Exception, match="last facts are missing"):
+            list(reader.facts(id, seq - 3, 4))
+
+
+def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
+    """The file is made by who serves."""
+    with Reader(home) as reader:
+        assert not reader.served()
+        assert not (home / "lock").exists()
+        with Store(home) as store:
+            assert store.lock()
+            assert reader.served()
+        assert not reader.served()
+
+
+def test_a_home_of_another_version_is_not_read(home: Path) -> None:
+    """As nothing may be written there, it is not brought up to date; the mend is."""
+    with sqlite3.connect(home / "fedquilt.db") as db:
+        db.execute("pragma user_version = 1")
+    db.close()
+    with pytest.raises(StoreError, match=r"tables of version 1, .*`fedquilt ls --home"):
+        Reader(home)
+    (home / "fedquilt.db").unlink()
+    with pytest.raises(StoreError):
+        Reader(home)
+
+
+def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
+    """Facts that are in the write-ahead log alone."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from fedquilt.coordinator.store import Store; "
+        "from fedquilt.coordinator.facts import Ended; store = Store(Path(sys.argv[1])); "
+        "store.append(store.all_jobs()[0].id, Ended('failed', 'killed')); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(home)], check=False)
+    assert (home / "fedquilt.db-wal").stat().st_size
+    with Reader(home) as reader:
+        assert [fact for _, _, fact in reader.facts(reader.all_jobs()[0].id)] == [*FACTS, Ended("failed", "killed")]
+
+
+def test_a_mark_differs_after_every_change_and_only_then(home: Path) -> None:
+    """Also when another database lies there, and when there is none."""
+    mark = Mark(home / "fedquilt.db")
+    first = mark.now()
+    assert first == mark.now()
+    assert first is not None
+    with Store(home) as store:
+        store.set_status(store.all_jobs()[0].id, "stopping")
+        second = mark.now()
+    assert second != first
+    (home / "fedquilt.db").rename(home / "aside")
+    assert mark.now() is None
+    (home / "fedquilt.db").write_bytes((home / "aside").read_bytes())
+    assert mark.now() not in (None, first, second)
+    mark.close()

@@ -1,0 +1,201 @@
+"""Homes to watch, and dashboards as processes of their own."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.facts import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Ended,
+    Started,
+    Surveyed,
+)
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, Update, Usage
+
+BLOB = BlobRef(sha256="a" * 64, size=1)
+LIMIT_S = 60.0
+
+
+def names(count: int) -> list[str]:
+    """Names of boards."""
+    return [f"board-{number:05d}" for number in range(count)]
+
+
+def answer(device: str, round: int, accuracy: float = 0.5) -> Answered:
+    """An answer that took 10 s, 4 of them at its task, and 3 MB down and 1 MB up."""
+    usage = Usage(wall_s=4.0, energy_j=6.0, energy_source="INA3221", down_bytes=3_000_000, up_bytes=1_000_000)
+    metrics = {"check.accuracy": accuracy, "check.examples": 10.0}
+    update = Update(
+        job="j", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics=metrics, usage=usage
+    )
+    return Answered(round, update, 10.0)
+
+
+def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[AnyFact]:
+    """Rounds in which every fifth board is offline, half of the others are asked, and the last of these declines.
+
+    Without `ended` the last round runs, with one answer.
+    """
+    offline = tuple(devices[::5])
+    able = [device for device in devices if device not in offline]
+    cohort = able[: max(2, len(able) // 2)]
+    found: list[AnyFact] = [Started(BLOB), Surveyed(0, tuple(able), {"offline": offline})]
+    for number in range(rounds):
+        found.append(Asked(number, 0, tuple(cohort)))
+        if number == rounds - 1 and not ended:
+            return [*found, answer(cohort[0], number)]
+        found += [answer(device, number, 0.2 + 0.1 * number) for device in cohort[:-1]]
+        told = {"loss": 1.0, "check.accuracy": 0.2 + 0.1 * number, "check.examples": 10.0, "check.loss": 0.5}
+        found += [Declined(number, cohort[-1], "memory", "the task needs 12 MB more than its budget"), Closed(number)]
+        found.append(Committed(number, BLOB, False, told, (), 16.0))
+    return [*found, Ended("stopped", "by request")]
+
+
+def add_run(home: Path, found: list[AnyFact], name: str = "digits", status: str = "running") -> str:
+    """A run with these facts; its id."""
+    with Store(home, durable=False) as store:
+        run = store.add(settings.parse({"name": name, "method": "fedavg", "rounds": 9}), home)
+        if status == "running":
+            store.begin(run)
+        else:
+            store.set_status(run, status)
+        with store.together():
+            for fact in found:
+                store.append(run, fact)
+    return run
+
+
+def add_boards(home: Path, devices: list[str], run: str = "", **changes: dict[str, Any]) -> None:
+    """Boards, of which every fifth is offline and every seventh works; `changes`: of boards by name."""
+    now = time.time()
+    found = []
+    for number, device in enumerate(devices):
+        table: dict[str, Any] = {
+            "online": number % 5 != 0,
+            "since": now - 3600,
+            "seen": now - 1,
+            "board": "Raspberry Pi 5",
+            "version": "0.1.0",
+            "budget_bytes": 2_000_000_000,
+            "labels": (f"site={'lab' if number % 2 else 'hall'}",),
+            "mode": "25W",
+            "doing": Doing(run, 2, "working", now - 60, 0.45) if number % 7 == 1 and number % 5 else None,
+            "refusal": Refusal(now - 90, "memory", "the task needs 12 MB more", run, 1) if number % 11 == 0 else None,
+        }
+        found.append(Board(device, **{**table, **changes.get(device, {})}))
+    at = int(now) // 30 * 30
+    readings = [
+        (device, Reading(at - back, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
+        for number, device in enumerate(devices)
+        for back in (0, 30)
+        if number % 5
+    ]
+    with BoardStore(home, writes=True) as store:
+        store.write(found, readings)
+
+
+class Dashboard:
+    """`fedquilt dash` as a process.
+
+    Args:
+        home: to watch.
+        words: more of the command line.
+    """
+
+    def __init__(self, home: Path, *words: str) -> None:
+        self.home, self._log = home, home.with_name(f"{home.name}-dash.log")
+        command = [sys.executable, "-m", "fedquilt.cli", "dash", "--home", str(home), "--listen", "127.0.0.1:0", *words]
+        with self._log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        end = time.monotonic() + LIMIT_S
+        last = r"http://127\.0\.0\.1:(\d+)/" + (r"#token=\S+\n" if "--actions" in words else r"\n")
+        while not (found := re.search(last, self.said)):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < end, self.said
+            time.sleep(0.02)
+        self.port = int(found[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Dashboard:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def said(self) -> str:
+        """What it has printed and logged."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def token(self) -> str:
+        """The token as it was printed."""
+        (found,) = re.findall(r"#token=(\S+)", self.said)
+        return str(found)
+
+    def ask(
+        self, path: str, method: str = "GET", body: str | None = None, **headers: str
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Status, headers and body of an answer."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        try:
+            link.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            told = link.getresponse()
+            return told.status, told.headers, told.read()
+        finally:
+            link.close()
+
+    def values(self, path: str) -> dict[str, Any]:
+        """Values of an answer without a problem."""
+        status, _, body = self.ask(path)
+        assert status == 200, body
+        return dict(json.loads(body))
+
+    def problem(self, path: str, **headers: str) -> tuple[int, str]:
+        """Status and sentence of an answer with a problem."""
+        status, _, body = self.ask(path, **headers)
+        return status, str(json.loads(body)["problem"])
+
+    def until(self, path: str, condition: Any) -> dict[str, Any]:
+        """Values of an answer, once they fulfil a condition: what is told in the background takes a moment."""
+        end = time.monotonic() + LIMIT_S
+        while not condition(found := self.values(path)):
+            assert time.monotonic() < end, found
+            time.sleep(0.02)
+        return found
+
+    def until_status(self, path: str, status: int) -> None:
+        """Ask until an answer has this status."""
+        end = time.monotonic() + LIMIT_S
+        while (found := self.ask(path))[0] != status:
+            assert time.monotonic() < end, found
+            time.sleep(0.02)
+
+    def cookie(self, token: str) -> str:
+        """The cookie for a token."""
+        body = json.dumps({"token": token})
+        status, headers, told = self.ask("/api/session", "POST", body, Origin=self.url)
+        assert status == 200, told
+        return headers["set-cookie"]
+
+    def act(self, run: str, what: str, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Ask for something to be done with a run."""
+        status, _, body = self.ask(f"/api/runs/{run}/{what}", "POST", **headers)
+        return status, dict(json.loads(body))

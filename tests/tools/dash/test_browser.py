@@ -1,0 +1,192 @@
+"""The dashboard in a real browser: ten, a thousand and ten thousand boards, wide and narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import dashes
+import pytest
+from browsers import CHROMIUM, Browser, Tab
+from dashes import Dashboard
+from msgspec.structs import replace
+
+from fedquilt.coordinator.boards import Refusal
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.housekeeping import remove
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import devices
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt install chromium")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
+
+MARKUP = "<img src=x onerror=document.title='taken'>"
+WIDE, NARROW = (1280, 800), (390, 844)
+SHOWN = "Number(document.body?.dataset.shown ?? 0) > 0"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all tests here."""
+    with Browser(tmp_path_factory.mktemp("chromium")) as made:
+        yield made
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """Chromium, whose tabs are closed at the end."""
+    yield chromium
+    chromium.close_tabs()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Forty boards, and a run whose third round runs."""
+    home, names = tmp_path / "runs", dashes.names(40)
+    run = dashes.add_run(home, dashes.facts(names))
+    dashes.add_boards(home, names, run)
+    return home
+
+
+def opened(browser: Browser, dash: Dashboard, path: str, size: tuple[int, int] = WIDE) -> Tab:
+    """A page that has shown its values."""
+    tab = browser.open(f"{dash.url}{path}", *size)
+    tab.until(SHOWN)
+    return tab
+
+
+def fine(tab: Tab) -> bool:
+    """Whether nothing sticks out at the side; the console and the page's policy complain of nothing."""
+    wide = tab.value("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.problems == []
+    return bool(wide)
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("count", [10, 1000, 10_000])
+def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: int, size: tuple[int, int]) -> None:
+    """As a table and as a grid, a page at a time; a board is found by its name."""
+    home, names = tmp_path / "runs", dashes.names(count)
+    Store(home).close()
+    dashes.add_boards(home, names)
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/", size)
+        assert tab.value("document.querySelectorAll('.fleet tbody tr').length") == min(count, 100)
+        assert f"all boards\n{count:,}" in tab.text.replace("\n\n", "\n")
+        assert fine(tab)
+        tab.value("[...document.querySelectorAll('.views button')].find((each) => each.textContent === 'grid').click()")
+        tab.until(f"document.querySelectorAll('.grid li').length === {min(count, 2000)}")
+        assert fine(tab)
+        search = "document.querySelector('input[type=search]')"
+        tab.value(f"{search}.value = '{names[-1]}'; {search}.dispatchEvent(new Event('input'))")
+        tab.until("document.querySelectorAll('.grid li').length === 1")
+        assert tab.value("document.querySelector('.grid a').getAttribute('href')") == f"/boards/{names[-1]}"
+        assert "view=grid" in tab.value("location.search")
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("path", ["/", "/?view=grid", "/boards/board-00001", "/runs", "/runs/digits", "/log"])
+def test_every_page_is_whole(browser: Browser, home: Path, path: str, size: tuple[int, int]) -> None:
+    """One heading, landmarks, named tables and fields, a place that speaks, and no complaint of the console."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, path, size)
+        tab.until("document.querySelector('#link').textContent === 'live'")
+        assert fine(tab)
+        for selector, count in (("h1", 1), ("main", 1), ("header nav", 1), ("[aria-current=page]", 1), ("a.skip", 1)):
+            assert tab.value(f"document.querySelectorAll({selector!r}).length") == count
+        assert tab.value("[...document.querySelectorAll('table')].every((each) => each.caption && each.tHead)")
+        assert tab.value("[...document.querySelectorAll('th')].every((each) => each.scope)")
+        named = "each.labels?.length || each.getAttribute('aria-label')"
+        assert tab.value(f"[...document.querySelectorAll('input, select, meter')].every((each) => {named})")
+        assert tab.value("[...document.querySelectorAll('svg')].every((each) => each.getAttribute('aria-label'))")
+        assert tab.value("[...document.querySelectorAll('[aria-live]')].length") == 2
+
+
+def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) -> None:
+    """What has the focus keeps it, and rows that are as they were stay."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/")
+        tab.until("document.querySelector('#link').textContent === 'live'")
+        row = "document.querySelector('[data-key=board-00002]')"
+        tab.value(f"document.querySelector('[data-key=board-00003]').mine = true; {row}.querySelector('a').focus()")
+        refusal = Refusal(0.0, "thermal", "too hot")
+        (board,) = [each.board for each in devices.look(home) if each.board.device == "board-00002"]
+        with BoardStore(home, writes=True) as store:
+            store.write([replace(board, refusal=refusal)], [])
+        tab.until(f"{row}.textContent.includes('thermal')")
+        assert tab.value("document.activeElement.textContent") == "board-00002"
+        assert tab.value("document.querySelector('[data-key=board-00003]').mine")
+
+
+def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, home: Path) -> None:
+    """From the fleet to the board, to the round, to the sentence."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/boards/board-00005")
+        tab.until("document.querySelectorAll('.turns tbody tr').length === 3")
+        assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
+        link = tab.value("document.querySelectorAll('.turns tbody tr')[1].querySelector('a').getAttribute('href')")
+        tab = opened(browser, dash, link)
+        assert tab.value("document.querySelector('input[type=number]').value") == "1"
+        search = "document.querySelector('#why input[type=search]')"
+        tab.value(f"{search}.value = 'board-00030'; {search}.dispatchEvent(new Event('input'))")
+        tab.until("document.querySelectorAll('table.why tbody tr').length === 1")
+        assert "offline" in tab.value("document.querySelector('table.why tbody').textContent")
+        tab.value(f"{search}.value = 'board-00039'; {search}.dispatchEvent(new Event('input'))")
+        tab.until("document.querySelector('table.why tbody').textContent.includes('not drawn: place')")
+
+
+def test_markup_is_text(browser: Browser, home: Path) -> None:
+    """In labels, names of boards' kinds and reasons, on every page that shows them."""
+    odd = {"labels": (MARKUP,), "board": MARKUP, "mode": MARKUP, "refusal": Refusal(1.0, MARKUP, MARKUP, MARKUP, 1)}
+    dashes.add_boards(home, dashes.names(40), **{"board-00001": odd})
+    with Dashboard(home) as dash:
+        for path in ("/", "/?view=grid", "/boards/board-00001", f"/boards/{MARKUP.replace('/', '')}", "/?text=%3Cimg"):
+            tab = browser.open(f"{dash.url}{path}")
+            tab.until("document.querySelector('main')?.innerText.length > 10")
+            assert tab.value("document.querySelectorAll('img, script:not([src])').length") == 0
+            assert "taken" not in tab.value("document.title").replace(MARKUP, "")
+
+
+def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
+    """The token leaves the address at once, and scripts cannot read the cookie; without it there is only a sentence."""
+    with Dashboard(home, "--actions") as dash:
+        tab = opened(browser, dash, "/runs/digits")
+        tab.until("document.querySelector('.buttons button')?.disabled")
+        assert "--actions" in tab.text
+        tab = opened(browser, dash, f"/runs/digits#token={dash.token}")
+        tab.until("document.querySelector('.buttons button')?.disabled === false")
+        assert tab.value("location.hash + document.cookie") == ""
+        assert tab.value("document.querySelector('.buttons').innerText") == "Resume this run"  # nobody serves the home
+        tab = opened(browser, dash, "/runs/digits")
+        tab.until("document.querySelector('.buttons button')?.disabled === false")
+        tab.value("confirm = () => true; document.querySelector('.buttons button').click()")
+        tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('fedquilt resume')")
+
+
+def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path) -> None:
+    """A run that is deleted, and the dashboard itself."""
+    run = dashes.add_run(home, dashes.facts(dashes.names(5), ended=True), "leaves", "stopped")
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, f"/runs/{run}")
+        with Store(home) as store:
+            remove(store, [run])
+        tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('there is no run')")
+        dash.process.kill()
+        tab.until("document.querySelector('#link').className === 'dead'")
+        tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('does not answer')")
+
+
+def test_the_keyboard_reaches_everything(browser: Browser, home: Path) -> None:
+    """The first stop skips to the content; what has the focus is seen."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/")
+        seen = []
+        for _ in range(16):
+            for kind in ("keyDown", "keyUp"):
+                tab.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+            told = "(document.activeElement.textContent || document.activeElement.placeholder).slice(0, 20)"
+            seen.append(tab.value(told))
+            assert tab.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        assert seen[:5] == ["Skip to the content", "Fleet", "Runs", "Log", "all boards40"]
+        assert "name, board, job" in seen
+        assert "grid" in seen

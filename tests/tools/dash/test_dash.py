@@ -1,0 +1,440 @@
+"""A dashboard as a process: what it shows, what it refuses, and that nothing else notices it."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import dashes
+import homes
+import pytest
+from dashes import Dashboard
+
+from fedquilt import cli
+from fedquilt.coordinator.boards import Board
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.housekeeping import remove
+from fedquilt.coordinator.store import Store
+from fedquilt.tools.dash.watch import WATCHERS
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
+
+DEVICES = dashes.names(40)
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A coordinator's folder with forty boards, a run that was stopped, and one that is interrupted."""
+    home = tmp_path_factory.mktemp("watched") / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
+    run = dashes.add_run(home, dashes.facts(DEVICES))
+    dashes.add_boards(home, DEVICES, run)
+    return home
+
+
+@pytest.fixture(scope="module")
+def dash(home: Path) -> Iterator[Dashboard]:
+    """Its dashboard, which only shows."""
+    with Dashboard(home) as dash:
+        yield dash
+
+
+# -- what it shows --
+
+
+def test_every_page_and_its_files_are_there(dash: Dashboard) -> None:
+    """With a policy that allows no script but ours, and nothing from elsewhere."""
+    for path in ("/", "/runs", "/runs/digits", "/boards/board-00001", "/log"):
+        status, headers, body = dash.ask(path)
+        assert status == 200
+        assert "script-src 'self'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert b"://" not in body
+    files = re.findall(r'(?:href|src)="(/static/[^"]+)"', body.decode())
+    assert len(files) == 10
+    seen: set[str] = set()
+    while files:
+        path = files.pop()
+        seen.add(path)
+        status, headers, body = dash.ask(path)
+        assert status == 200
+        assert "immutable" in headers["cache-control"]
+        text = body.decode()
+        assert set(re.findall(r"https?://[^\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+        if path.endswith(".js"):
+            inner = {f"{path.rpartition('/')[0]}/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
+            files += sorted(inner - seen - set(files))
+    assert len(seen) == 10
+
+
+@pytest.mark.parametrize(
+    ("query", "count", "first"),
+    [
+        ("", 40, "board-00000"),
+        ("state=offline", 8, "board-00000"),
+        ("state=working", 5, "board-00001"),
+        ("label=site=lab", 20, "board-00001"),
+        ("label=!site=lab&state=online", 16, "board-00002"),
+        ("text=00017", 1, "board-00017"),
+        ("text=RASPBERRY", 40, "board-00000"),
+        ("sort=-name", 40, "board-00039"),
+        ("sort=-watts", 40, "board-00006"),
+        ("text=nobody", 0, None),
+    ],
+)
+def test_boards_are_chosen_and_sorted(dash: Dashboard, query: str, count: int, first: str | None) -> None:
+    """By the same words as `fedquilt devices` takes."""
+    told = dash.values(f"/api/fleet?{query}")
+    assert told["found"] == count
+    assert (told["boards"][0]["device"] if told["boards"] else None) == first
+    assert told["counts"]["all"] == 40
+    grid = dash.values(f"/api/fleet?{query}&view=grid")
+    assert [each[0] for each in grid["boards"]] == [each["device"] for each in told["boards"]]
+
+
+def test_a_long_list_comes_page_by_page(tmp_path: Path) -> None:
+    """Whatever page is asked for."""
+    home = tmp_path / "runs"
+    Store(home).close()
+    dashes.add_boards(home, dashes.names(250))
+    with Dashboard(home) as dash:
+        told = [dash.values(f"/api/fleet?page={page}") for page in (1, 3, 99)]
+        assert [(each["page"], each["pages"], len(each["boards"])) for each in told] == [
+            (1, 3, 100),
+            (3, 3, 50),
+            (3, 3, 50),
+        ]
+        assert told[1]["boards"][0]["device"] == "board-00200"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/api/fleet?state=asleep", 409, "'asleep' is no state"),
+        ("/api/fleet?label=Lab%20One", 409, "selects no boards"),
+        ("/api/fleet?sort=colour", 409, "not sorted by 'colour'"),
+        ("/api/fleet?page=-1", 409, "is no whole number"),
+        ("/api/boards/board-00001?span=9y", 409, "'9y' is no span"),
+        ("/api/runs/nothing", 404, "there is no run 'nothing'"),
+        ("/api/runs/digits/why?round=99", 409, "no round 99; rounds so far: 0 to 2"),
+        ("/api/log?run=nothing", 404, "there is no run"),
+        ("/api/nothing", 404, "Not Found"),
+        ("/static/000000000000/../guard.py", 404, "Not Found"),
+        ("/static/%2e%2e/guard.py", 404, "Not Found"),
+        (f"/api/fleet?text={'x' * 3000}", 403, "so long a question"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(dash: Dashboard, path: str, status: int, says: str) -> None:
+    """In a sentence."""
+    found, said = dash.problem(path)
+    assert (found, says in said) == (status, True), said
+
+
+def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) -> None:
+    """On the run's page, and on the board's."""
+    told = dash.values("/api/runs/digits/why?round=1&text=board-00005")
+    assert [(each["device"], each["text"]) for each in told["devices"]] == [("board-00005", "offline")]
+    told = dash.values("/api/runs/digits/why?round=1&code=drawn")
+    assert told["found"] == 16
+    assert re.fullmatch(r"not drawn: place \d+ of 32, 16 selected", told["devices"][0]["text"])
+    board = dash.until("/api/boards/board-00005", lambda told: len(told["turns"]) == 6)
+    assert [turn["text"] for turn in board["turns"]] == ["offline"] * 6
+    assert len(dash.values("/api/boards/board-00001")["readings"]) >= 1
+    assert "has heard of a board 'nobody'" in dash.problem("/api/boards/nobody")[1]
+
+
+def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
+    """The latest first; interrupted, as nobody serves the home."""
+    told = dash.until("/api/runs", lambda told: all("done" in run for run in told["runs"]))
+    digits, leaves = told["runs"]
+    assert (digits["name"], digits["status"], digits["done"]) == ("digits", "interrupted", 2)
+    assert (leaves["name"], leaves["status"], leaves["done"]) == ("leaves", "stopped", 3)
+    assert digits["now"]["asked"] == [name for name in DEVICES if int(name[-2:]) % 5][1:16]
+    run = dash.values("/api/runs/digits")
+    assert run["fact_at"] < dash.values("/api/runs?later")["at"] <= dash.values("/api/runs/digits?later")["at"]
+    assert [row["down_bytes"] for row in run["table"]] == [45_000_000, 45_000_000]
+    assert [row["accuracy"] for row in run["table"]] == [pytest.approx(0.3), None]
+
+
+def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
+    """The latest first."""
+    told = dash.until("/api/log?kind=Declined", lambda told: told["found"] == 5)
+    assert {line["kind"] for line in told["lines"]} == {"Declined"}
+    assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
+    assert dash.values("/api/log?run=digits&device=board-00001")["lines"][0]["text"].startswith(
+        "round 2: update from board-"
+    )
+
+
+def test_a_report_is_made_by_another_process(dash: Dashboard) -> None:
+    """And can run no script."""
+    status, headers, body = dash.ask("/api/runs/leaves/report")
+    assert status == 200
+    assert b"</html>" in body
+    assert "sandbox" in headers["content-security-policy"]
+    status, said = dash.problem("/api/runs/nothing/report")
+    assert (status, "there is no run" in said) == (404, True)
+
+
+# -- what it refuses --
+
+
+def test_a_dashboard_that_only_shows_does_nothing(dash: Dashboard) -> None:
+    """There is no token, and no cookie helps."""
+    assert not (dash.home / "dash.token").exists()
+    assert dash.values("/api/session") == {**dash.values("/api/session"), "actions": False, "proof": None}
+    status, told = dash.act("digits", "stop", Origin=dash.url, Cookie="fedquilt-dash=1", X_Fedquilt_Proof="1")
+    assert (status, "--actions" in told["problem"]) == (403, True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}],
+    ids=["rebound", "origin", "site"],
+)
+@pytest.mark.parametrize("path", ["/", "/api/fleet", "/api/events"])
+def test_pages_of_somebody_else_see_nothing(dash: Dashboard, path: str, headers: dict[str, str]) -> None:
+    """Nor do they take the place of who watches."""
+    assert dash.problem(path, **headers)[0] == 403
+
+
+def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
+    """What a forged page can send is refused, and the run goes on; with all three it is stopped."""
+    home = tmp_path / "runs"
+    run = dashes.add_run(home, dashes.facts(DEVICES))
+    with Dashboard(home, "--actions") as dash:
+        file = home / "dash.token"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert file.read_text().strip() == dash.token
+        assert dash.said.count(dash.token) == 1
+        for body, status in (('{"token": "wrong"}', 403), ("[]", 403), ("", 403), ("x" * 5000, 413)):
+            assert dash.ask("/api/session", "POST", body, Origin=dash.url)[0] == status
+        good = json.dumps({"token": dash.token})
+        assert dash.ask("/api/session", "POST", good)[0] == 403
+        assert dash.ask("/api/session", "POST", good, Origin="http://evil.example")[0] == 403
+        cookie = dash.cookie(dash.token)
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        own = {"Cookie": cookie.partition(";")[0]}
+        proof = {"X_Fedquilt_Proof": json.loads(dash.ask("/api/session", **own)[2])["proof"]}
+        assert dash.values("/api/session")["proof"] is None
+        here = {"Origin": dash.url}
+        for refused in (
+            {},
+            here,
+            {**here, **own},
+            {**here, **proof},
+            {**own, **proof},
+            {**own, **proof, "Origin": "http://evil.example"},
+            {**own, **proof, **here, "Sec_Fetch_Site": "cross-site"},
+            {**own, **here, "X_Fedquilt_Proof": dash.token},
+        ):
+            assert dash.act(run, "stop", **refused)[0] == 403
+        with Store(home) as store:
+            assert store.status(run) == "running"
+        assert dash.act(run, "delete", **own, **proof, **here)[0] == 404
+        assert dash.act("nothing", "stop", **own, **proof, **here)[0] == 404
+        status, told = dash.act(run, "stop", **own, **proof, **here)
+        assert (status, "no coordinator was running it" in told["said"]) == (200, True)
+        assert dash.act(run, "stop", **own, **proof, **here)[0] == 409
+        status, told = dash.act(run, "resume", **own, **proof, **here)
+        assert (status, "fedquilt resume" in told["problem"]) == (409, True)  # nobody serves the home
+        with Store(home) as store:
+            assert store.lock()
+            assert store.status(run) == "stopped"
+            assert dash.act(run, "resume", **own, **proof, **here)[0] == 200
+            assert store.status(run) == "running"
+        assert dash.said.count(dash.token) == 1
+    with Dashboard(home, "--actions") as again:
+        assert again.ask("/api/session", "POST", good, Origin=again.url)[0] == 403
+
+
+def test_more_tabs_than_are_told_of_changes_are_sent_away(dash: Dashboard) -> None:
+    """And who was there before is told still; when they go, there is room again."""
+    links = []
+    try:
+        for _ in range(WATCHERS + 20):
+            link = http.client.HTTPConnection("127.0.0.1", dash.port, timeout=dashes.LIMIT_S)
+            link.request("GET", "/api/events")
+            links.append((link, link.getresponse()))
+        statuses = [told.status for _, told in links]
+        assert statuses == [200] * WATCHERS + [503] * 20
+        assert links[0][1].readline().startswith(b'data: {"boards":')
+        assert dash.values("/api/fleet")["counts"]["all"] == 40
+    finally:
+        for link, told in links:
+            told.close()
+            link.close()
+    dash.until("/api/fleet", lambda _: has_room(dash))
+
+
+def has_room(dash: Dashboard) -> bool:
+    """Whether one more is told of changes."""
+    link = http.client.HTTPConnection("127.0.0.1", dash.port, timeout=dashes.LIMIT_S)
+    link.request("GET", "/api/events")
+    told = link.getresponse()
+    told.close()
+    link.close()
+    return told.status == 200
+
+
+def test_markup_of_a_board_stays_text(tmp_path: Path) -> None:
+    """A label that is none and a reason in JSON, whose type no browser takes for a page."""
+    home = tmp_path / "runs"
+    Store(home).close()
+    with BoardStore(home, writes=True) as store:
+        store.write([Board("b", labels=(MARKUP,), board=MARKUP)], [])
+    with Dashboard(home) as dash:
+        _, headers, body = dash.ask("/api/fleet")
+        assert headers["content-type"] == "application/json"
+        assert json.loads(body)["boards"][0]["labels"] == [MARKUP]
+
+
+# -- what happens to the home --
+
+
+def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
+    """It is gone by name, and the others are there."""
+    home = tmp_path / "runs"
+    run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
+    dashes.add_run(home, dashes.facts(DEVICES))
+    with Dashboard(home) as dash:
+        assert dash.values(f"/api/runs/{run}")["status"] == "stopped"
+        with Store(home) as store:
+            remove(store, [run])
+        dash.until("/api/runs", lambda told: [each["name"] for each in told["runs"]] == ["digits"])
+        for path in (f"/api/runs/{run}", f"/api/runs/{run}/why", f"/api/log?run={run}"):
+            assert dash.problem(path) == (404, f"there is no run {run!r} in {home} any more, or never was")
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    """The row says so, and the pages of the others are whole."""
+    home = tmp_path / "runs"
+    ids = [dashes.add_run(home, dashes.facts(DEVICES), name) for name in ("first", "second", "third")]
+    with sqlite3.connect(home / "fedquilt.db") as db:
+        db.execute("update facts set body = replace(body, 'memory', 'memorx') where job = ?", (ids[0],))
+        db.execute("update jobs set status = 'done' where id = ?", (ids[1],))
+    db.close()
+    with Dashboard(home) as dash:
+        told = dash.until(
+            "/api/runs", lambda told: sum("problem" in each or "done" in each for each in told["runs"]) == 3
+        )
+        problems = [each.get("problem", "") for each in told["runs"]]
+        assert not problems[0]
+        assert "is not what was written" in problems[1]
+        assert "not the one before" in problems[2] or "is not what was written" in problems[2]
+        assert dash.problem(f"/api/runs/{ids[0]}")[0] == 409
+        assert dash.values(f"/api/runs/{ids[2]}")["done"] == 2
+
+
+@pytest.mark.parametrize("name", ["fedquilt.db", "boards.db"])
+def test_a_database_that_is_no_database(tmp_path: Path, name: str) -> None:
+    """Is a sentence on its pages; the process lives, and shows it when it has been put back."""
+    home = tmp_path / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES))
+    dashes.add_boards(home, DEVICES)
+    path = "/api/runs" if name == "fedquilt.db" else "/api/fleet"
+    with Dashboard(home) as dash:
+        dash.values(path)
+        (home / name).rename(home / "good")
+        for end in ("-wal", "-shm"):
+            (home / f"{name}{end}").unlink(missing_ok=True)
+        (home / name).write_bytes(b"no database at all" * 1000)
+        dash.until_status(path, 503)
+        (home / "good").replace(home / name)
+        dash.until_status(path, 200)
+
+
+def test_a_home_that_is_written_while_it_is_read(tmp_path: Path) -> None:
+    """Every answer is of one moment: the updates that are counted are those of the rounds that have ended."""
+    home = tmp_path / "runs"
+    found = dashes.facts(DEVICES, 9)
+    run = dashes.add_run(home, found[:2])
+    written: list[int] = []
+
+    def write() -> None:
+        with Store(home, durable=False) as store:
+            for fact in found[2:]:
+                store.append(run, fact)
+                written.append(1)
+
+    with Dashboard(home) as dash:
+        writer = threading.Thread(target=write)
+        writer.start()
+        asked = 0
+        while writer.is_alive():
+            told = dash.values(f"/api/runs/{run}?asked={asked}")
+            assert all(row["participants"] == 15 for row in told["table"])
+            asked += 1
+        writer.join()
+        assert len(written) == len(found) - 2
+        assert dash.until(f"/api/runs/{run}", lambda told: told["done"] == 8)["now"]["answered"] == 1
+    with Store(home) as store:
+        assert len(list(store.facts(run))) == len(found)
+
+
+def digests(home: Path) -> dict[str, str]:
+    """What every file of a home holds, but SQLite's own shared memory."""
+    files = [path for path in home.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.stat().st_size}
+
+
+def test_it_writes_nothing(tmp_path: Path) -> None:
+    """Of all that is in a home, nothing is changed by its pages."""
+    home = tmp_path / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
+    dashes.add_boards(home, DEVICES)
+    before = digests(home)
+    with Dashboard(home) as dash:
+        for path in ("/api/fleet", "/api/boards/board-00001", "/api/runs", "/api/runs/leaves", "/api/runs/leaves/why"):
+            dash.values(path)
+        assert dash.ask("/api/runs/leaves/report")[0] == 200
+        dash.process.send_signal(signal.SIGTERM)
+        assert dash.process.wait(timeout=dashes.LIMIT_S) == 0
+    assert digests(home) == before
+
+
+def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
+    """In the middle of reading; the states are those of a run that nobody watched."""
+    watched, alone = homes.Federation(tmp_path / "watched").make(), homes.Federation(tmp_path / "alone").make()
+    alone.run()
+    with Dashboard(tmp_path / "watched" / "coordinator") as dash:
+
+        def look(fact: object) -> bool:
+            if dash.process.poll() is None and dash.values("/api/runs")["runs"][0].get("done", 0) >= 2:
+                begun = http.client.HTTPConnection("127.0.0.1", dash.port)
+                begun.request("GET", "/api/runs/sim/report")  # nobody reads the answer
+                os.kill(dash.process.pid, signal.SIGKILL)
+                dash.process.wait()
+                begun.close()
+            return False
+
+        watched.run(look)
+        assert dash.process.returncode == -signal.SIGKILL
+    assert watched.states() == alone.states()
+
+
+# -- how it is begun --
+
+
+def test_what_cannot_be_served_is_said(
+    tmp_path: Path, home: Path, dash: Dashboard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the mend."""
+    assert cli.main(["dash", "--home", str(tmp_path)]) == 6
+    assert "no runs in" in capsys.readouterr().err
+    assert cli.main(["dash", "--home", str(home), "--listen", "8080"]) == 2
+    assert "HOST:PORT" in capsys.readouterr().err
+    assert cli.main(["dash", "--home", str(home), "--listen", f"127.0.0.1:{dash.port}"]) == 2
+    assert "choose another --listen" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""One run followed fact by fact comes to what the views say of all its facts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dashes
+import pytest
+
+from fedquilt.coordinator.facts import Plan
+from fedquilt.coordinator.store_reader import Reader
+from fedquilt.coordinator.views import costs, why
+from fedquilt.tools.dash.follow import LEAST, Follower, part_of
+
+DEVICES = dashes.names(10)
+
+
+def followed(home: Path, **options: int) -> Follower:
+    """The only run of a home."""
+    with Reader(home) as store:
+        found = Follower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
+        for dated in store.facts(found.row.id):
+            found.add(*dated)
+    return found
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A coordinator's folder with one run whose third round runs."""
+    dashes.add_run(tmp_path, dashes.facts(DEVICES))
+    return tmp_path
+
+
+def test_it_comes_to_what_the_views_say(home: Path) -> None:
+    """Reasons, bytes, joules; and so does the state of its rounds."""
+    found = followed(home)
+    plain = dashes.facts(DEVICES)
+    assert found.parts == why.parts(plain, Plan.of(found.row.job))
+    whole = costs.account(plain).whole
+    told = found.summary()
+    assert (told["down_bytes"], told["up_bytes"]) == (whole.down_bytes, whole.up_bytes)
+    assert told["joules"] == pytest.approx(whole.energy_j)
+    assert told["declined"] == whole.declined == 2
+    assert told["done"] == 2
+    assert told["metric"]["value"] == pytest.approx(0.3)  # evaluated in the second round: after the first
+
+
+def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
+    """Four of eight are asked, one of them has answered; two are offline."""
+    now = followed(home).running()
+    assert (now["round"], now["asked"], now["answered"], now["selected"]) == (2, DEVICES[2:5], 1, 4)
+    assert {each["code"]: each["count"] for each in now["counts"]} == {
+        "drawn": 4,
+        "asked": 3,
+        "offline": 2,
+        "answered": 1,
+    }
+    assert now["waits"] is None
+
+
+def test_a_board_sees_where_its_time_went(home: Path) -> None:
+    """Of 16 s it was at its task for 4, fetched and sent for 6, which is 3 to 1 by bytes, and waited for 6."""
+    turns = followed(home).of_device(DEVICES[1])
+    assert [turn["round"] for turn in turns] == [2, 1, 0]
+    parts = [turns[1][f"{name}_s"] for name in ("before", "down", "train", "up", "after")]
+    assert parts == pytest.approx([0.0, 4.5, 4.0, 1.5, 6.0], abs=0.1)
+    offline = followed(home).of_device(DEVICES[0])
+    assert [turn["text"] for turn in offline] == ["offline"] * 3
+
+
+def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None:
+    """What is held is bounded; what is read anew is the same."""
+    facts = dashes.facts(DEVICES, 9)
+    dashes.add_run(tmp_path, facts)
+    found = followed(tmp_path, cells=0)
+    whole = why.parts(facts, Plan.of(found.row.job))
+    assert sorted(found.parts) == sorted(whole)[-LEAST - 1 :]
+    assert len(found.turns) == LEAST + 1
+    assert (found.first, found.last) == (0, 8)
+    for number in whole:
+        assert part_of(facts, Plan.of(found.row.job), number) == whole[number]
+    assert part_of(facts, Plan.of(found.row.job), 9) is None
+
+
+def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Path) -> None:
+    """And why each is not asked."""
+    start, survey, *_ = dashes.facts(DEVICES)
+    dashes.add_run(tmp_path, [start, type(survey)(0, (), {"offline": tuple(DEVICES)})])
+    found = followed(tmp_path)
+    assert (found.first, found.last) == (0, 0)
+    assert "0 online" in found.running()["waits"]
+    assert {part.code for part in found.parts[0].values()} == {"offline"}

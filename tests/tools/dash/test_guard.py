@@ -1,0 +1,87 @@
+"""Who may ask a dashboard for what: pure functions of headers."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.tools.dash import guard
+from fedquilt.tools.dash.guard import Door
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8080", "localhost:8080", "localhost", "[::1]:8080", "192.168.7.4:80", "10.0.0.1", "LOCALHOST:1"]
+)
+def test_addresses_and_localhost_are_ours(host: str) -> None:
+    """No name server can lead them elsewhere."""
+    assert guard.refusal({"host": host}) is None
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil:1", "dash"]
+)
+def test_other_names_are_not(host: str) -> None:
+    """A page at such a name could be led to this machine by its name server."""
+    assert "is not called" in (guard.refusal({"host": host}) or "")
+
+
+def test_a_name_that_was_allowed_is_ours() -> None:
+    """That alone."""
+    assert guard.refusal({"host": "dash.site:443"}, ["dash.site"]) is None
+    assert guard.refusal({"host": "x.dash.site"}, ["dash.site"]) is not None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "http://127.0.0.1:9999"},
+        {"origin": "null"},
+        {"origin": ""},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+@pytest.mark.parametrize("acts", [False, True])
+def test_pages_of_somebody_else_are_refused(more: dict[str, str], acts: bool) -> None:
+    """Also if they only want to watch: they would take the places of those who may."""
+    headers = {"host": "127.0.0.1:8080", **({"origin": "http://127.0.0.1:8080"} if acts else {}), **more}
+    assert "somebody else" in (guard.refusal(headers, acts=acts) or "")
+
+
+def test_who_wants_something_done_says_from_which_page() -> None:
+    """Every browser does, so that whoever does not is none."""
+    headers = {"host": "127.0.0.1:8080"}
+    assert guard.refusal(headers, acts=True) is not None
+    assert guard.refusal({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
+
+
+def test_a_door_opens_for_its_token_and_its_cookie() -> None:
+    """Not for one of another start, and no part of the token is in what it gives out."""
+    door, other = Door(port=1), Door(port=1)
+    assert door.token != other.token
+    assert door.opens(door.token)
+    for wrong in (other.token, "", None, 1, door.token[:-1], "ü"):
+        assert not door.opens(wrong)
+    cookie = door.cookie()
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
+    assert door.token not in cookie
+    assert door.token not in door.proof
+    headers = {"cookie": cookie.partition(";")[0]}
+    assert door.knows(headers)
+    assert not other.knows(headers)
+    assert not door.knows({"cookie": "fedquilt-dash-1=ü; ;=;"})
+    assert not door.allows(headers)
+    assert door.allows({**headers, guard.PROOF: door.proof})
+    assert not door.allows({guard.PROOF: door.proof})
+    assert not door.allows({**headers, guard.PROOF: "ü"})
+
+
+def test_no_page_runs_a_script_that_is_not_ours() -> None:
+    """Nor a style, a frame or a form."""
+    for headers in (guard.HEADERS, guard.REPORT):
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'")
+        assert "unsafe-eval" not in policy
+        assert "script-src 'unsafe-inline'" not in policy
+    assert "unsafe" not in guard.HEADERS["content-security-policy"]
+    assert "script-src" not in guard.REPORT["content-security-policy"]

@@ -1,0 +1,246 @@
+"""One run as a dashboard shows it, brought up to date fact by fact. What is kept of it is bounded."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from fedquilt import methods
+from fedquilt.coordinator import eligibility
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Plan, Rejected, Rounds, Surveyed
+from fedquilt.coordinator.store import Row
+from fedquilt.coordinator.views import log, progress, why
+from fedquilt.core import FedquiltError
+from fedquilt.tools.report import columns, matrix
+
+LINES: Final = 1000  # of the log
+CELLS: Final = (
+    40_000  # devices times rounds whose parts are held; earlier rounds are read anew where they are asked for
+)
+LEAST: Final = 2  # rounds that are held in any case
+DRAWN: Final = 300  # points of a run's plots
+
+
+class Said(NamedTuple):
+    """One line of the log."""
+
+    seq: int
+    at: float  # wall-clock seconds
+    run: str
+    kind: str  # of the fact
+    round: int | None
+    device: str | None
+    text: str
+    more: tuple[str, ...]  # reasons, below it
+
+
+class Timed(NamedTuple):
+    """An answer: seconds since the device was asked, and of its task; bytes."""
+
+    took_s: float
+    wall_s: float
+    down_bytes: int
+    up_bytes: int
+
+
+@dataclass
+class Turn:
+    """Times of one round."""
+
+    began: float  # wall-clock seconds
+    took_s: float | None = None  # None: it runs
+    asked: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the last time
+    timed: dict[str, Timed] = field(default_factory=dict)
+
+
+class Follower:
+    """Values of one run after its facts so far.
+
+    Args:
+        row: of the run.
+        cells: most devices times rounds of which details are held.
+    """
+
+    def __init__(self, row: Row, cells: int = CELLS) -> None:
+        self.row, self.seq, self.cells = row, 0, cells
+        self.lines: deque[Said] = deque(maxlen=LINES)
+        self.turns: dict[int, Turn] = {}
+        self._parts, self._teller = why.Parts(Plan.of(row.job)), log.Teller()
+        self._columns = columns.Rounds(row.job.rounds, columns.metric_of(row.job))
+        self.down_bytes = self.up_bytes = self.declined = 0
+        self.at: float | None = None  # wall-clock seconds of the last fact
+        self.first: int | None = None  # earliest round in which devices were looked at
+        self.last: int | None = None  # latest one
+
+    @property
+    def state(self) -> Rounds:
+        """State of the rounds after the last fact."""
+        return self._parts.state
+
+    @property
+    def parts(self) -> Mapping[int, Mapping[str, why.Part]]:
+        """Round -> device -> its part in it, of the latest rounds."""
+        return self._parts.found
+
+    def add(self, seq: int, at: float, fact: AnyFact) -> None:
+        """Let the next fact of the run count.
+
+        Raises:
+            JobError: it cannot follow the ones before.
+        """
+        self._parts.add(fact)
+        self._columns.add(fact)
+        text, *more = self._teller.tell(fact, self.state)
+        round: int | None = getattr(fact, "round", None)
+        device = fact.update.device if isinstance(fact, Answered) else getattr(fact, "device", None)
+        kind = type(fact).__name__
+        self.lines.append(Said(seq, at, self.row.id, kind, round, device, text, tuple(more)))
+        if isinstance(fact, Asked | Surveyed) and fact.round in self._parts.found:
+            self.first = fact.round if self.first is None else self.first
+            self.last = fact.round
+        self._time(at, fact)
+        self.seq, self.at = seq, at
+        if isinstance(fact, Committed):
+            self._forget()
+
+    def _time(self, at: float, fact: AnyFact) -> None:
+        match fact:
+            case Asked():
+                turn = self.turns.setdefault(fact.round, Turn(at))
+                turn.asked.update(dict.fromkeys(fact.devices, at))
+            case Answered():
+                usage, turn = fact.update.usage, self.turns.setdefault(fact.round, Turn(at))
+                took_s = usage.wall_s if fact.took_s is None else fact.took_s
+                turn.timed[fact.update.device] = Timed(took_s, usage.wall_s, usage.down_bytes, usage.up_bytes)
+                self.down_bytes += usage.down_bytes
+                self.up_bytes += usage.up_bytes
+            case Committed():
+                if fact.round in self.turns:
+                    self.turns[fact.round].took_s = fact.took_s
+            case Declined() | Rejected():
+                self.declined += 1
+
+    def _forget(self) -> None:
+        """Drop what is known of each device in the earliest rounds, once it is too much."""
+        found = self._parts.found
+        count = sum(map(len, found.values()))
+        for number in sorted(found)[:-LEAST]:
+            if count <= self.cells:
+                break
+            count -= len(found.pop(number))
+            self.turns.pop(number, None)
+
+    # -- what is shown --
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """A row for each round of work, as of `columns.ROUND`, at most DRAWN, evenly, the last one among them."""
+        rows = self._columns.rows
+        if len(rows) > DRAWN:
+            rows = [rows[round(i * (len(rows) - 1) / (DRAWN - 1))] for i in range(DRAWN)]
+        return [{**row, "accuracy": row[columns.METRIC]} for row in rows]
+
+    def accuracy(self) -> float | None:
+        """The main metric at its last evaluation; None: there was none."""
+        known = (row[columns.METRIC] for row in reversed(self._columns.rows))
+        return next((value for value in known if value is not None), None)
+
+    def summary(self) -> dict[str, Any]:
+        """The values of one line of the list of runs, but for how the run stands."""
+        state, metric = self.state, columns.metric_of(self.row.job)
+        return {
+            "done": len(self._columns.rows),
+            "metric": {"title": metric.title, "share": metric.share, "value": self.accuracy()},
+            "down_bytes": self.down_bytes,
+            "up_bytes": self.up_bytes,
+            "joules": state.spent.joules if state.spent.metered else None,
+            "metered": state.spent.metered,
+            "tasks": state.spent.metered + state.spent.unmetered,
+            "declined": self.declined,
+            "fact_at": self.at,
+            "reason": state.reason,
+        }
+
+    def running(self) -> dict[str, Any]:
+        """The round under way: who works, who has answered, who was not asked and why, what it waits for."""
+        state = self.state
+        parts = self.parts.get(state.round, {})
+        return {
+            "round": state.round,
+            "phase": state.phase,
+            "attempt": state.attempt,
+            "asked": sorted(state.asked),
+            "answered": len(state.answered),
+            "selected": len(state.asked) + len(state.answered) + len(state.declined),
+            "counts": counts(parts, running=True),
+            "waits": self.waits(),
+        }
+
+    def waits(self) -> str | None:
+        """Sentence on what the round waits for; None: for nobody but those at work."""
+        state, job = self.state, self.row.job
+        if state.asked or state.phase not in ("selecting", "open"):
+            return None
+        try:
+            engines = (job.engine,) if job.engine else methods.load(job.method).engines
+        except FedquiltError:  # a method of a package that is not installed here
+            engines = (f"what {job.method} needs",)
+        able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
+        return log.waiting(state, engines, able)
+
+    def of_device(self, device: str) -> list[dict[str, Any]]:
+        """The rounds that are held, the latest first: the device's part in each, and where its time went."""
+        found = []
+        for number in sorted(self.parts, reverse=True):
+            part = self.parts[number].get(device)
+            if part is not None:
+                found.append({"round": number, "code": part.code, "text": part.text, **self._split(number, device)})
+        return found
+
+    def _split(self, number: int, device: str) -> dict[str, Any]:
+        """Seconds of a device in a round: until it was asked, down, at its task, up, until the round ended.
+
+        A device reports fetching and sending as one time: it is shared out by bytes.
+        """
+        turn = self.turns.get(number)
+        if turn is None:
+            return {}
+        asked, timed = turn.asked.get(device), turn.timed.get(device)
+        told: dict[str, Any] = {"at": turn.began, "asked": asked}
+        if timed is None:
+            return told
+        took_s = timed.took_s if turn.took_s is None else turn.took_s
+        split = progress.split(number, took_s, [(timed.took_s, timed.wall_s)])
+        before_s = min(max((asked or turn.began) - turn.began, 0.0), split.wait_s)
+        moved = timed.down_bytes + timed.up_bytes
+        down_s = split.transfer_s * (timed.down_bytes / moved if moved else 0.5)
+        return {
+            **told,
+            "before_s": before_s,
+            "down_s": down_s,
+            "train_s": split.compute_s,
+            "up_s": split.transfer_s - down_s,
+            "after_s": split.wait_s - before_s,
+            "down_bytes": timed.down_bytes,
+            "up_bytes": timed.up_bytes,
+        }
+
+
+def counts(parts: Mapping[str, why.Part], running: bool) -> list[dict[str, Any]]:
+    """How many devices have which part in a round, which is the running one or a past one; the most common first."""
+    codes = Counter(part.code for part in parts.values())
+    words = {**matrix.MEANINGS, "asked": "at work"} if running else matrix.MEANINGS
+    return [{"code": code, "text": words.get(code, code), "count": count} for code, count in codes.most_common()]
+
+
+def part_of(facts: Iterable[AnyFact], plan: Plan, round: int) -> Mapping[str, why.Part] | None:
+    """The parts of one round, from all facts of its run; None: there has been no such round."""
+    told = why.Parts(plan)
+    for fact in facts:
+        told.add(fact)
+        for number in [number for number in told.found if number < min(round, told.state.round)]:
+            del told.found[number]
+        if told.state.round > round:
+            break
+    return told.found.get(round)

@@ -1,0 +1,88 @@
+"""A run's report for a dashboard, made by a process of its own: what it takes to draw is given back when it ends.
+
+`python -m fedquilt.tools.dash.reports HOME RUN` prints the page; the home is only read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import FedquiltError, JobError
+
+LIMIT_S: Final = 120.0
+MOST_BYTES: Final = 30_000_000
+HELD: Final = 4  # pages
+NICE: Final = 10  # the coordinator may be on the same machine
+
+
+class Reports:
+    """Makes pages of runs one after the other, and holds the latest.
+
+    Args:
+        home: folder of the coordinator.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._lock = home, asyncio.Lock()
+        self._pages: dict[tuple[str, str], bytes] = {}
+
+    async def page(self, run: str, done: str) -> bytes:
+        """The page of a run.
+
+        Args:
+            run: its id.
+            done: what it has come to; a page is made once for each.
+
+        Raises:
+            JobError: it cannot be made; says why.
+        """
+        async with self._lock:
+            if (run, done) not in self._pages:
+                made = await self._made(run)
+                while len(self._pages) >= HELD:
+                    del self._pages[next(iter(self._pages))]
+                self._pages[run, done] = made
+            return self._pages[run, done]
+
+    async def _made(self, run: str) -> bytes:
+        words = (sys.executable, "-m", "fedquilt.tools.dash.reports", str(self._home), run)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, limit=MOST_BYTES)
+        try:
+            page, said = await asyncio.wait_for(process.communicate(), LIMIT_S)
+        except asyncio.TimeoutError:
+            raise JobError(f"the page of {run} was not made within {LIMIT_S:.0f} s: `fedquilt report {run}`") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            lines = said.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+            raise JobError(f"no page of {run} can be made: {lines[-1][:500]}")
+        return page
+
+
+def main(home: str, run: str) -> int:
+    """Print the page of a run; the exit code."""
+    from fedquilt import extras
+    from fedquilt.coordinator.store_reader import Reader
+    from fedquilt.tools import report
+    from fedquilt.tools.report.found import gather
+
+    os.nice(NICE)
+    try:
+        with Reader(Path(home)) as store, extras.named():
+            page = report.html(gather(store, run))
+    except FedquiltError as error:
+        print(error, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(page.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
