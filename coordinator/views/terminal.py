@@ -115,7 +115,8 @@ class Console:
         """
         self._line, self._named, self._wordy = progress.Line(sys.stdout, clock=real_clock), named, wordy
         self._clock, self._began_s = clock, clock()
-        self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
+        self._contact, self._mend = Contact(), mend
+        self._waiting: dict[str, Waiting] = {}  # by run
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
         self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, unprinted
 
@@ -154,12 +155,15 @@ class Console:
             self.say(line)
 
     def wait(self, server: Server) -> None:
-        """Report the wait of a round, once it has lasted a while."""
-        job = server.active
-        able = server.registry.able(job.engines, self._clock()) if job else {}
-        line = self._waiting.line(log.waiting(job.rounds, job.engines, able.keys()) if job else None, self._clock())
-        if line is not None and job is not None:
-            self.say(f"{job.id}: {line}" if self._named else line, self._mend)
+        """Report the wait of each job's round, once it has lasted a while."""
+        now_s = self._clock()
+        jobs = server.jobs()
+        self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
+        for job in jobs:
+            able = server.registry.able(job.engines, now_s)
+            line = self._waiting[job.id].line(log.waiting(job.rounds, job.engines, able.keys()), now_s)
+            if line is not None:
+                self.say(f"{job.id}: {line}" if self._named else line, self._mend)
 
     def _status(self, job: Running) -> None:
         def line() -> str:

@@ -44,7 +44,7 @@ class Live(Console):
 
     def wait(self, server: Server) -> None:
         """On a terminal, show how many boards have started, until the first round."""
-        job = server.active
+        job = next(iter(server.jobs()), None)
         if self._line.live and job is not None and job.rounds.phase in ("new", "selecting") and not job.rounds.round:
             there = len(server.registry.able(job.engines, time.monotonic()))
             self.show(f"starting the boards' processes: {there} of {job.job.cohort.start_devices} are online")

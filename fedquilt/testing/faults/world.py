@@ -203,7 +203,7 @@ class World:
     def _idle(self) -> bool:
         """Whether the coordinator serves no job, though nobody has stopped one: none is left to be served."""
         inner = self.coordinator.inner
-        if inner is None or inner.active is not None or self._agenda:
+        if inner is None or inner.jobs() or self._agenda:
             return False
         with self._operator() as store:
             return all(store.status(id) in ("done", "failed") for id in self.truths)
