@@ -18,6 +18,7 @@ from fedquilt.coordinator import admission, facts, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.serving import Desk, Observe, Serving
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
@@ -35,6 +36,7 @@ class Server:
         observe: `observe(job, fact)` is called with each new fact.
         only: serve this job alone, and finish when it has ended.
         load: finds a method by its name.
+        limits: on how many jobs run at once, and how long ended ones are kept.
         poll_s: interval at which the store is asked for new, stopped and resumed jobs.
     """
 
@@ -46,14 +48,17 @@ class Server:
         only: str | None = None,
         load: Callable[[str], Method] = methods.load,
         poll_s: float = POLL_S,
+        limits: Limits = Limits(),
     ) -> None:
         self.finished = False
         self._desk = Desk(executor, store, observe)
         self.registry = self._desk.registry
         self._executor, self._store, self._only, self._load = executor, store, only, load
+        self._limits = limits
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s = poll_s, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
+        self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
@@ -176,19 +181,21 @@ class Server:
                 self._store.end(row.id, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
         rows = [row for row in wanted if turns.mine(row, self._only)]
-        idle_s = {serving.id: serving.idle_s(now_s) for serving in self._jobs.values()}
-        served = turns.served(rows, idle_s, self._gave_way_s)
-        for id in self._jobs.keys() - served:
-            self._give_way(self._jobs[id], served, now_s)
+        waits = {serving.id: serving.wait(now_s) for serving in self._jobs.values()}
+        served = turns.served(rows, waits, self._gave_way_s, self._limits)
+        for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
+            self._give_way(serving, waits[serving.id], now_s)
         if opened := [row for row in rows if row.id in served and row.id not in self._jobs]:
             self._open(opened, now_s)
         elif not self._jobs:
             self.finished = self._only is not None
 
-    def _give_way(self, serving: Serving, served: Sequence[str], now_s: float) -> None:
+    def _give_way(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
         """Return a job to the queue, in the state of its facts."""
-        told = (serving.id, turns.PATIENCE_S, next(id for id in served if id not in self._jobs))
-        log.warning("%s has waited for devices for %.0f s: %s is next", *told, extra=about(run=serving.id))
+        said = "%s has waited for devices for %.0f s: its place goes to the next in line"
+        log.log(
+            logging.WARNING if wait.begun else logging.INFO, said, serving.id, wait.idle_s, extra=about(run=serving.id)
+        )
         serving.give_up(now_s)
         self._close(serving, "queued", now_s)
         self._gave_way_s[serving.id] = now_s
@@ -204,7 +211,7 @@ class Server:
 
     def _open(self, rows: Sequence[Row], now_s: float) -> None:
         """Take up jobs in the state of their facts: all before any of them goes on, as they have boards already."""
-        opened = []
+        opened, least_s = [], turns.absent(self._claims(now_s))
         for row in rows:
             try:
                 job = Running(row, self._store, now_s, self._load(row.job.method))
@@ -215,7 +222,9 @@ class Server:
                 log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
                 self._store.end(row.id, ended)
                 continue
-            opened.append(Serving(self._desk, job, now_s))
+            self._desk.loans.level(row.id, least_s * row.job.priority, now_s)
+            since_s = self._first_s.setdefault(row.id, now_s)
+            opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
         if unsound := self._store.unsound():
             log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
@@ -229,24 +238,42 @@ class Server:
 
         A job that has decided something is followed by all of them again, as it may have taken or left boards.
         """
+        claims = self._claims(now_s)
+        least_s = turns.absent(claims)
+        for serving in self._jobs.values():
+            serving.level(least_s, now_s)
+        order = sorted(claims, key=lambda id: claims[id].had_s)  # who has had least goes first
         again = True
         while again:
             again = False
-            for serving in list(self._jobs.values()):
+            for serving in [self._jobs[id] for id in order if id in self._jobs]:
                 if serving.over:
                     self._leave(serving, now_s)
                     continue
                 closing = serving.job.rounds.phase == "closing"
-                if serving.advance(now_s):
+                if serving.advance(now_s, turns.left(serving.id, claims), self._most(serving, now_s)):
                     if closing:
                         return True
                     again = True
                     break
         return False
 
+    def _claims(self, now_s: float) -> dict[str, turns.Claim]:
+        return {serving.id: serving.claim(now_s) for serving in self._jobs.values()}
+
+    def _most(self, serving: Serving, now_s: float) -> float:
+        """How many devices a job may ask now, as the share of its submitter leaves it; one at least in all."""
+        share = self._limits.submitter.share
+        if share == 1.0:
+            return math.inf
+        most = max(1, int(share * len(self.registry.online(now_s))))
+        others = (each for each in self._jobs.values() if each.submitter == serving.submitter)
+        return max(0, most - sum(len(self._desk.loans.lent(each.id)) for each in others))
+
     def _leave(self, serving: Serving, now_s: float) -> None:
         """Let go of a job that has ended."""
         self._close(serving, serving.job.rounds.phase, now_s)
+        self._first_s.pop(serving.id, None)
         self.finished = self.finished or self._only == serving.id
         self._poll_s = -math.inf
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
-
-import msgspec
+from collections.abc import Set as AbstractSet
 
 from fedquilt import wire
-from fedquilt.coordinator import admission, choice, facts, mending, rounds
+from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
@@ -90,8 +89,10 @@ class Serving:
         StoreError: nothing can be written any more.
     """
 
-    def __init__(self, desk: Desk, job: Running, now_s: float) -> None:
-        self.job, self.id, self._desk = job, job.id, desk
+    def __init__(self, desk: Desk, job: Running, submitter: str, waits_s: float, now_s: float) -> None:
+        self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
+        self._waits_s = waits_s  # when it was first taken up, by this coordinator
+        self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self._arriving: admission.Arriving = {}
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
@@ -110,7 +111,9 @@ class Serving:
 
     def next_s(self) -> float:
         """Time at which `advance` may do something without an event."""
-        return rounds.next_s(self.job.rounds)
+        timeout_s = self.job.job.cohort.start_timeout_s
+        late_s = math.inf if timeout_s is None or not rounds.starting(self.job.rounds) else self._waits_s + timeout_s
+        return min(rounds.next_s(self.job.rounds), late_s)
 
     def begin(self, now_s: float) -> None:
         """Go on where the log ends: open tasks are sent again."""
@@ -129,11 +132,31 @@ class Serving:
         """Take all tasks back; the job is as its log has it."""
         self._take_back(self.asked | set(self.job.rounds.silent), now_s)
 
-    def idle_s(self, now_s: float) -> float:
-        """Seconds since a device last worked on the job."""
+    def wait(self, now_s: float) -> turns.Wait:
+        """How long it has waited for boards."""
         if not rounds.idle(self.job.rounds, self._able(now_s)):
             self._busy_s = now_s
-        return now_s - self._busy_s
+        return turns.Wait(now_s - self._busy_s, self.job.rounds.phase != "selecting")
+
+    def claim(self, now_s: float) -> turns.Claim:
+        """What it has had of the boards' time."""
+        had_s = self._had_s(now_s)
+        round_s, until_s = self._rounds_s
+        working = not rounds.idle(self.job.rounds, self._able(now_s))
+        return turns.Claim(had_s, max(round_s, had_s - until_s), self.job.rounds.roll, working)
+
+    def level(self, least_s: float, now_s: float) -> None:
+        """Count as much of the boards' time as the job at work that has had least, if this one waits for no other's.
+
+        What it did not use while its boards were not there is not made up for later.
+        """
+        able = self._able(now_s)
+        if rounds.idle(self.job.rounds, able) and self._desk.loans.elsewhere(self.id).isdisjoint(able):
+            self._desk.loans.level(self.id, least_s * self.job.job.priority, now_s)
+            self._rounds_s = (self._rounds_s[0], self._had_s(now_s))
+
+    def _had_s(self, now_s: float) -> float:
+        return self._desk.loans.seconds(self.id, now_s) / self.job.job.priority
 
     def in_use(self) -> set[str]:
         """Blobs that it needs, beside those of its log: its bundle, its state, its tasks', and updates on their way."""
@@ -259,15 +282,23 @@ class Serving:
 
     # -- decisions --
 
-    def advance(self, now_s: float) -> bool:
-        """Make one decision, if one is due."""
+    def advance(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
+        """Make one decision, if one is due.
+
+        Args:
+            now_s: seconds of the coordinator's clock.
+            left: devices that are left to other jobs, beside those that they have.
+            most: number of devices that may be asked now.
+        """
         job = self.job
         try:
             if job.rounds.phase == "closing":
                 with self._desk.executor.tended():  # a method may compute for longer than a broker waits for a word
                     fact: facts.AnyFact | None = job.commit(now_s)
             else:
-                fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s)
+                busy = self._desk.loans.elsewhere(self.id) | left
+                waits_s = now_s - self._waits_s
+                fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, waits_s)
         except mending.LostUpdateError as lost:
             fact = facts.Lost(job.rounds.round, lost.device, lost.reason)
         except Exception as error:
@@ -323,6 +354,8 @@ class Serving:
             case facts.Committed():
                 spent = job.spent(before)
                 job.committed()
+                had_s = self._had_s(now_s)
+                self._rounds_s = (had_s - self._rounds_s[1], had_s)
                 self._drop(spent)
         self.tell()
 

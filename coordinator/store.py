@@ -26,7 +26,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing, user
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import REAL, Disk, Lock
 
@@ -48,6 +48,7 @@ class Row(NamedTuple):
     created: float  # wall-clock seconds, for people
     origin: Origin = "run"  # command that began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
     epoch: int = 0  # start of the coordinator that took it up last
+    submitter: str = ""  # user of the system who queued it; "": not known
 
 
 class Unreadable(NamedTuple):
@@ -174,7 +175,9 @@ class Store:
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
-            self._rows.add(Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin))
+            self._rows.add(
+                Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin, submitter=user())
+            )
         return id
 
     def jobs(self) -> list[Row]:
@@ -198,7 +201,8 @@ class Store:
         except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return Unreadable(row.id, row.status, row.created, reason)
-        return Row(row.id, job, Path(row.bundle), row.status, row.created, cast("Origin", row.origin), row.epoch)
+        at = Path(row.bundle), row.status, row.created
+        return Row(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
 
     def job(self, run: str) -> Row:
         """Find a job by its id; a job's name stands for its latest run.

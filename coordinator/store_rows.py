@@ -6,7 +6,9 @@ job's row has that of the last one: so that a fact which is lost, added, changed
 
 from __future__ import annotations
 
+import getpass
 import hashlib
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from fedquilt.core import JobError, StoreError, Update
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
-_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head"
+_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
 
 
 decoded: Final = msgspec.json.Decoder(AnyFact).decode
@@ -58,11 +60,12 @@ class Stored(NamedTuple):
     origin: str
     epoch: int = 0
     head: bytes = FIRST  # checksum of the job's last fact
+    submitter: str = ""  # user of the system; "": not known, as in rows of version 2
 
     @property
     def sum(self) -> bytes:
-        """Checksum of the row."""
-        return _sum(*self)
+        """Checksum of the row; one without a submitter has that of version 2."""
+        return _sum(*(self if self.submitter else self[:-1]))
 
 
 def link(before: bytes, job: str, at: float, body: str) -> bytes:
@@ -72,6 +75,14 @@ def link(before: bytes, job: str, at: float, body: str) -> bytes:
 
 def _sum(*values: str | float | bytes) -> bytes:
     return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
+
+
+def user() -> str:
+    """Name of this process's user, or its number if it has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def encoded(id: str, fact: AnyFact) -> str:
