@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, facts, turns
+from fedquilt.coordinator import admission, facts, housekeeping, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
@@ -27,6 +29,7 @@ from fedquilt.logs import about
 log = logging.getLogger("fedquilt.coordinator")
 
 POLL_S = 1.0
+TIDY_S = 600.0  # from one look for runs that need not be kept to the next
 
 
 class Server:
@@ -56,7 +59,7 @@ class Server:
         self._executor, self._store, self._only, self._load = executor, store, only, load
         self._limits = limits
         self._jobs = self._desk.jobs
-        self._every_s, self._poll_s = poll_s, -math.inf
+        self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
         self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
         self._left: set[str] = set()  # runs already reported as not taken up here
@@ -73,6 +76,10 @@ class Server:
         """A job at work; None: it is not served now."""
         serving = self._jobs.get(id)
         return serving.job if serving else None
+
+    def elsewhere(self, id: str) -> AbstractSet[str]:
+        """Devices that other jobs have at this moment."""
+        return self._desk.loans.elsewhere(id)
 
     def step(self, now_s: float) -> float:
         """Handle messages that have arrived and everything due; returns when to call again.
@@ -180,6 +187,9 @@ class Server:
             if row.status == "stopping" and row.id not in self._jobs:
                 self._store.end(row.id, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
+        if now_s >= self._tidy_s:
+            self._tidy_s = now_s + TIDY_S
+            self._tidy()
         rows = [row for row in wanted if turns.mine(row, self._only)]
         waits = {serving.id: serving.wait(now_s) for serving in self._jobs.values()}
         served = turns.served(rows, waits, self._gave_way_s, self._limits)
@@ -189,6 +199,11 @@ class Server:
             self._open(opened, now_s)
         elif not self._jobs:
             self.finished = self._only is not None
+
+    def _tidy(self) -> None:
+        """Delete runs that ended long enough ago."""
+        for id in housekeeping.retire(self._store, self._limits.retention, time.time(), self._desk.in_use()):
+            log.info("%s is deleted, as [retention] of coordinator.toml says", id, extra=about(run=id))
 
     def _give_way(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
         """Return a job to the queue, in the state of its facts."""

@@ -108,6 +108,8 @@ class Store:
 
     def lock(self) -> bool:
         """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
+        if self._lock is not None:
+            return True
         self._require_whole()
         with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
             self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
@@ -286,7 +288,7 @@ class Store:
     def states(self, but: str = "") -> set[str]:
         """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
         with storing(self.home):
-            return self._rows.states(but)
+            return {str(sha256) for _, sha256 in self._rows.states(but)}
 
     def held(self, but: str = "") -> set[str]:
         """Blobs that some job may still need: the latest states, and updates that no state contains yet.
@@ -295,7 +297,12 @@ class Store:
             but: a job to leave out, because its process knows its blobs without reading all its facts.
         """
         with storing(self.home):
-            return self._rows.states(but) | self._rows.updates(but)
+            return {str(sha256) for _, sha256 in (*self._rows.states(but), *self._rows.updates(but))}
+
+    def weights(self) -> dict[str, tuple[int, set[str]]]:
+        """Job -> bytes of its log, and the blobs (sha256) of `held` that it needs."""
+        with storing(self.home):
+            return self._rows.weights()
 
     # -- facts --
 

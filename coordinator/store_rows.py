@@ -233,26 +233,34 @@ class Rows:
 
     # -- what jobs hold; `sound` is the view of facts that can be read as JSON --
 
-    def states(self, but: str) -> set[str]:
-        """Hashes (sha256) of the latest state of every job but one."""
+    def states(self, but: str) -> list[tuple[str, str]]:
+        """(job, sha256) of the latest state of every job but one."""
         query = """
-            select json_extract(body, '$.state.sha256') from sound where seq in (
+            select job, json_extract(body, '$.state.sha256') from sound where seq in (
                 select max(seq) from sound where job in (select id from jobs where id <> ?)
                 and json_extract(body, '$.state.sha256') is not null group by job)
         """
-        return {str(row[0]) for row in self._db.execute(query, (but,))}
+        return self._db.execute(query, (but,)).fetchall()
 
-    def updates(self, but: str) -> set[str]:
-        """Hashes (sha256) of the bundles of updates that no state contains yet, of every job but one."""
+    def updates(self, but: str) -> list[tuple[str, str]]:
+        """(job, sha256) of the bundles of updates that no state contains yet, of every job but one."""
         query = """
             with last(job, seq) as (
                 select job, max(seq) from sound where job in (select id from jobs where id <> :but)
                 and json_extract(body, '$.state.sha256') is not null group by job)
-            select json_extract(bundle.value, '$.sha256')
+            select sound.job, json_extract(bundle.value, '$.sha256')
             from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
             where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
         """
-        return {str(row[0]) for row in self._db.execute(query, {"but": but})}
+        return self._db.execute(query, {"but": but}).fetchall()
+
+    def weights(self) -> dict[str, tuple[int, set[str]]]:
+        """Job -> bytes of its facts, and what `states` and `updates` name of it."""
+        sizes = self._db.execute("select job, sum(length(cast(body as blob))) from facts group by job").fetchall()
+        found = {str(job): (int(size), set[str]()) for job, size in sizes}
+        for job, sha256 in (*self.states(""), *self.updates("")):
+            found[job][1].add(str(sha256))
+        return found
 
     def counted(self, update: Update) -> bool:
         """Whether the log of an update's job holds that it was counted."""
