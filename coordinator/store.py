@@ -79,9 +79,7 @@ class Store:
             before = write_ahead.look(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
-                self._db.execute(
-                    "select 1 from sqlite_master"
-                ).fetchone()  # SQLite takes up the log, and writes nothing
+                self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
                 before.report(disk)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")

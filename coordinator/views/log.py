@@ -126,7 +126,7 @@ def waiting(
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
-    taken = f", {count} of them at other jobs' tasks" if (count := len(busy.intersection(able))) else ""
+    taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
         return f"{there}, at least {rounds.needed(state)} needed"

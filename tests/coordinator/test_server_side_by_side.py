@@ -9,9 +9,10 @@ import pytest
 from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
+from fedquilt.coordinator import housekeeping
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Reopened, Surveyed
-from fedquilt.coordinator.limits import Limits, Submitter
-from fedquilt.coordinator.views import why
+from fedquilt.coordinator.limits import Limits, Retention, Submitter
+from fedquilt.coordinator.views import log, why
 from fedquilt.core import Task
 
 LONG = {"deadline_s": 10_000.0, "attempts": 1}
@@ -267,4 +268,75 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(tmp_path: Path) ->
     work(stage, workers, 10.0)
     assert stage.store.status(stage.job) == "done"
     assert len(stage.told(Answered)) == 4
+    stage.store.close()
+
+
+def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(tmp_path: Path) -> None:
+    """Boards at another job's task are counted as such; blobs that two runs need are nobody's alone."""
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    first, a, b = stage.job, stage.hand("a"), stage.hand("b")
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    third = stage.add("l", cohort={**LONG, "min_devices": 3})
+    stage.play()
+    own = housekeeping.own(stage.store)
+    rows = {row.id: log.summary(row, stage.store, own) for row in stage.store.jobs()}
+    assert rows[first]["waits"] is None
+    said = "devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks, at least "
+    assert [rows[id]["waits"] for id in (second, third)] == [f"{said}1 needed", f"{said}3 needed"]
+    assert log.lines(list(rows.values()))[3:] == [f"{id} waits for {rows[id]['waits']}" for id in (second, third)]
+    (state,) = stage.store.states()
+    ref = stage.store.depot.ref(state)
+    assert ref is not None
+    assert all(own[id] > 0 for id in (first, second, third))
+    a.answer(ones())
+    stage.play()
+    grown = housekeeping.own(stage.store)[first] - own[first]
+    assert grown > next(iter(stage.told(Answered)[0].update.bundles.values())).size  # and the fact
+    assert b.tasks[-1] is not None
+    stage.store.close()
+
+
+def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(tmp_path: Path) -> None:
+    """The latest is kept, and what a running job needs stays."""
+    ended = []
+    stage = Stage(tmp_path, Limits(retention=Retention(keep=1)), cohort=LONG)
+    a, second = stage.hand("a"), stage.job
+    for name in ("k", "l", "m"):
+        stage.play()
+        a.answer(ones(float(ord(name))))
+        stage.play()
+        assert stage.store.status(second) == "done"
+        ended.append(second)
+        second = stage.add(name, cohort=LONG)
+    stage.play()
+    assert [row.id for row in stage.store.jobs()] == [*ended, second]  # deleted at its leisure
+    stage.server._tidy_s = 0.0
+    stage.play()
+    assert [row.id for row in stage.store.jobs()] == [ended[-1], second]
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(second) == "done"
+    stage.store.close()
+
+
+def test_a_later_epoch_is_that_of_all_jobs(tmp_path: Path) -> None:
+    """A board knows a later start of the coordinator: both jobs go on as of the new one."""
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    first, a, b = stage.job, stage.hand("a"), stage.hand("b")
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    a.answer(ones())
+    stage.play()
+    claim = wire.Claim(job=second, round=0, attempt=0, accepted=False, code="counted", reason="", counted=0, epoch=7)
+    a.say("claim", claim)
+    stage.play()
+    assert stage.store.epoch == 8
+    stage.store.lock()  # as the coordinator's process does
+    assert [stage.store.standing(stage.store.job(id)) for id in (first, second)] == ["running", "running"]
+    assert a.tasks[-1] is not None
+    assert (a.tasks[-1].job, a.tasks[-1].epoch) == (second, 8)
+    b.answer(ones())
+    stage.play()
+    assert stage.store.status(first) == "done"
     stage.store.close()

@@ -102,7 +102,7 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
 def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, restarted: bool
 ) -> None:
-    """The disk fails between the two halves of one job's answer, another job's comes, and then the first one's again."""
+    """The disk fails in the middle of one job's answer, another job's comes, and then the first one's again."""
     local = Local(tmp_path)
     for job in ("j-1", "k-1"):
         commit(local, worked(local, private=1.0, job=job))
