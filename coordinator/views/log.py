@@ -98,9 +98,11 @@ def replayed(row: Row, facts: Iterable[AnyFact]) -> Rounds:
     return state
 
 
-def waits(row: Row, facts: Iterable[AnyFact], store: Store) -> str | None:
-    """Sentence on what a running job waits for, by its log; None: it does not wait."""
-    state = replayed(row, facts)
+def waits(row: Row, store: Store) -> str | None:
+    """Sentence on what a running job waits for, by its log; None: it does not wait, or does not run."""
+    if row.status != "running":
+        return None
+    state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
     if state.phase not in ("selecting", "open") or state.asked:
         return None
     engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
@@ -254,7 +256,7 @@ def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) ->
     return {
         "run": row.id,
         "status": store.standing(row) if isinstance(row, Row) else row.status,
-        "waits": waits(row, facts, store) if isinstance(row, Row) and row.status == "running" and not problem else None,
+        "waits": waits(row, store) if isinstance(row, Row) and not problem else None,
         "submitter": row.submitter if isinstance(row, Row) else None,
         "method": row.job.method if isinstance(row, Row) else None,
         "rounds": progress.done(facts, row.job.rounds) if isinstance(row, Row) and problem is None else None,

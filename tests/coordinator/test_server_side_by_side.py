@@ -9,6 +9,7 @@ import pytest
 from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
+from fedquilt.cli import main
 from fedquilt.coordinator import housekeeping
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Reopened, Surveyed
 from fedquilt.coordinator.limits import Limits, Retention, Submitter
@@ -339,4 +340,15 @@ def test_a_later_epoch_is_that_of_all_jobs(tmp_path: Path) -> None:
     b.answer(ones())
     stage.play()
     assert stage.store.status(first) == "done"
+    stage.store.close()
+
+
+def test_why_ends_with_what_the_job_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also before its first round, of which the log says nothing yet."""
+    stage = Stage(tmp_path, Limits(), cohort={**LONG, "min_devices": 3})
+    stage.hand("a")
+    stage.play()
+    assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
+    said = f"{stage.job} waits for devices that run torch or numpy: 1 online, at least 3 needed"
+    assert capsys.readouterr().out.splitlines()[-1] == said
     stage.store.close()
