@@ -129,7 +129,7 @@ def _snapshot(store: Store, target: Path) -> set[str]:
         rows = Rows(copy, store.home)
         if unsound := rows.unsound():
             raise rows.damaged(unsound[0], "its rows are not what was written")
-        return rows.states("") | rows.updates("")
+        return {sha256 for _, sha256 in (*rows.states(""), *rows.updates(""))}
 
 
 def _boards(store: Store) -> list[Path]:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
 from fedquilt.coordinator import cohort, rounds
 from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.eligibility import BUSY
 from fedquilt.coordinator.facts import AnyFact, Asked
 from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.job import Running
 
 
-def decide(job: Running, registry: Registry, at_work: Collection[str], now_s: float) -> AnyFact | None:
+def decide(
+    job: Running,
+    registry: Registry,
+    at_work: Collection[str],
+    now_s: float,
+    busy: AbstractSet[str] = frozenset(),
+    most: float = math.inf,
+    waits_s: float = 0.0,
+) -> AnyFact | None:
     """Decide the next fact of a job; None: nothing to do now.
 
     Args:
@@ -21,6 +32,9 @@ def decide(job: Running, registry: Registry, at_work: Collection[str], now_s: fl
         registry: of the fleet.
         at_work: devices that work on a task of the running round.
         now_s: seconds of the coordinator's clock.
+        busy: devices that are left to other jobs now.
+        most: number of devices that may be asked now.
+        waits_s: seconds since the job was taken up.
     """
     fleet = registry.seen(now_s)
 
@@ -31,9 +45,16 @@ def decide(job: Running, registry: Registry, at_work: Collection[str], now_s: fl
     free = fleet.keys() - passed.keys()
     if short := rounds.left_alone(job.rounds, free, ask):
         passed, free = {**passed, **short}, free - short.keys()
-    fact = rounds.decide(job.rounds, now_s, free | set(at_work), ask)
+    taken = (busy & free) - set(at_work)
+    fact = rounds.decide(job.rounds, now_s, free | set(at_work), ask, taken, most)
+    if fact is None and (late := rounds.too_late(job.rounds, waits_s, len(free))) is not None:
+        return late
     if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
+    if taken and not isinstance(fact, Asked):  # a job that waits does not log each coming and going of other jobs
+        taken = {device for device in taken if job.rounds.passed.get(device) == BUSY}
+    if taken:
+        passed, free = {**passed, **dict.fromkeys(taken, BUSY)}, free - taken
     thrifty = job.job.cohort.prefer == "energy"
     costs = cohort.costs({device: fleet[device].profile for device in free}) if thrifty else {}
     noted = rounds.survey(job.rounds, free, passed, costs)

@@ -16,6 +16,8 @@ from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Profile
 from fedquilt.wire import Telemetry
 
+BUSY: Final = "busy"  # not a matter of the device and the job alone: `Serving` knows it
+
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
     "flooding": "sent more than can be answered, and is set aside for a while",
@@ -27,9 +29,10 @@ REASONS: Final[Mapping[str, str]] = {
     "battery": "its battery is below [cohort] min_battery, and not charging",
     "hot": "hotter than [cohort] max_temperature_c",
     "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
+    BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
 }
 
-ABLE: Final = frozenset({"battery", "hot", "memory"})  # reasons of devices that could work, but are spared
+ABLE: Final = frozenset({"battery", "hot", "memory", BUSY})  # reasons of devices that could work, but are spared
 
 
 class Seen(NamedTuple):

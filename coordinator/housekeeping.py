@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fedquilt.coordinator.limits import Retention
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.disk import REAL, doing
 
 log = logging.getLogger("fedquilt.coordinator")
 
 ENDED: Final = ("done", "failed", "stopped")
+_NAMED: Final = (("agents", ""), ("evaluations", ".json"))  # folders with files named after runs, and their endings
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
 
 
@@ -56,8 +59,40 @@ def old(rows: Sequence[Row | Unreadable], now: float, keep: int | None, older_s:
     return [row.id for row in ended if older_s is None or now - row.created > older_s]
 
 
-def remove(store: Store, ids: Collection[str]) -> Swept:
-    """Remove runs, then every file of this home that no run needs.
+def own(store: Store) -> dict[str, int]:
+    """Run -> bytes on the disk that are its alone: its log, blobs that no other run needs, files named after it."""
+    weights = store.weights()
+    shared = Counter(sha256 for _, blobs in weights.values() for sha256 in blobs)
+    found = {}
+    for run, (size, blobs) in weights.items():
+        refs = (store.depot.ref(sha256) for sha256 in blobs if shared[sha256] == 1)
+        size += sum(ref.size for ref in refs if ref is not None)
+        found[run] = size + sum(_weigh(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
+    return found
+
+
+def retire(store: Store, retention: Retention, now: float, in_use: Collection[str]) -> list[str]:
+    """Remove ended runs that need not be kept, by the process that serves the home; returns their ids.
+
+    Args:
+        store: of the home.
+        retention: what is kept.
+        now: Wall-clock seconds.
+        in_use: blobs that jobs at work need, beside those of their logs.
+
+    Raises:
+        StoreError: the home cannot be read or written.
+    """
+    if retention.keep is None and retention.older_s is None:
+        return []
+    ids = old(store.all_jobs(), now, retention.keep, retention.older_s)
+    if ids:
+        remove(store, ids, in_use)
+    return ids
+
+
+def remove(store: Store, ids: Collection[str], in_use: Collection[str] = ()) -> Swept:
+    """Remove runs, then every file of this home that no run needs, `in_use` apart.
 
     Nothing else runs here meanwhile: if nobody serves the home, this process holds its lock until it ends.
 
@@ -67,10 +102,10 @@ def remove(store: Store, ids: Collection[str]) -> Swept:
     """
     alone = store.lock()
     store.remove(ids)
-    return _sweep(store, alone)
+    return _sweep(store, alone, in_use)
 
 
-def _sweep(store: Store, alone: bool) -> Swept:
+def _sweep(store: Store, alone: bool, in_use: Collection[str]) -> Swept:
     """Remove blobs that no run needs, and agents' folders and evaluations of runs that no longer exist."""
     known = {row.id for row in store.all_jobs()}
     files = total = 0
@@ -87,14 +122,14 @@ def _sweep(store: Store, alone: bool) -> Swept:
     if unsound or not alone:
         return Swept(files, total, blobs_left=True)
     before = _weigh(store.depot.folder)
-    store.depot.keep(store.held())
+    store.depot.keep(store.held().union(in_use))
     after = _weigh(store.depot.folder)
     return Swept(files + before[0] - after[0], total + before[1] - after[1], blobs_left=False)
 
 
 def _strays(home: Path, known: Collection[str]) -> Iterator[Path]:
     """Files and folders named after runs that are no longer in the list."""
-    for folder, ending in (("agents", ""), ("evaluations", ".json")):
+    for folder, ending in _NAMED:
         if (home / folder).is_dir():
             yield from (
                 each

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
@@ -29,15 +30,23 @@ def decide(
     now_s: float,
     online: Collection[str],
     ask: Callable[[str], Ask] = lambda device: Ask(),
+    busy: AbstractSet[str] = frozenset(),
+    most: float = math.inf,
 ) -> AnyFact | None:
     """The fact that should come next; None: nothing until an event or `next_s`.
 
-    `online` are the devices that could take a task of this round, or have one; `ask` gives the work of a device's task.
+    Args:
+        state: of the job.
+        now_s: seconds of the coordinator's clock.
+        online: devices that could take a task of this round, or have one.
+        ask: gives the work of a device's task.
+        busy: of them, those that have to be left to other jobs now: they take part, and are asked later.
+        most: number of devices that may be asked now.
     """
     if state.phase == "selecting":
-        return _select(state, online, ask)
+        return _select(state, online, ask, busy, most)
     if state.phase == "open":
-        return _attend(state, now_s, online, ask)
+        return _attend(state, now_s, online, ask, busy, most)
     return None
 
 
@@ -133,7 +142,33 @@ def needed(state: Rounds) -> int:
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, least(state))
 
 
-def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -> AnyFact | None:
+def starting(state: Rounds) -> bool:
+    """Whether nobody has been asked for anything yet."""
+    return state.phase == "selecting" and not state.round and not state.asked_s
+
+
+def too_late(state: Rounds, waits_s: float, online: int) -> Ended | None:
+    """End of a job whose first round could not begin for its [cohort] start_timeout_s; None: that is not so.
+
+    Args:
+        state: of the job.
+        waits_s: seconds since it was taken up.
+        online: number of devices that could be asked, at other jobs' tasks or not.
+    """
+    limit_s = state.plan.cohort.start_timeout_s
+    if limit_s is None or not starting(state) or waits_s < limit_s:
+        return None
+    return Ended(
+        "failed",
+        f"no round could begin within {limit_s:g} s ([cohort] start_timeout_s): {online} "
+        f"{'device' if online == 1 else 'devices'} could be asked, {needed(state)} needed; `fedquilt why` says what "
+        "keeps the others, `fedquilt resume` tries again",
+    )
+
+
+def _select(
+    state: Rounds, online: Collection[str], ask: Callable[[str], Ask], busy: AbstractSet[str], most: float
+) -> AnyFact | None:
     plan = state.plan
     if not state.settling:
         if state.over and (state.checked or not plan.check_every or plan.check_beside):
@@ -142,10 +177,10 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
             return Ended("done", limit)
     if len(online) < needed(state):
         return None
-    free = set(online) - set(state.answered) - set(state.declined)
+    free = set(online) - set(state.answered) - set(state.declined) - busy
     want = wanted(state, online) - len(state.answered)
     count = math.ceil(want * (1 + plan.cohort.over_select))
-    chosen = _drawn(state, free, count)
+    chosen = _drawn(state, free, min(count, most))
     if not chosen:
         return None
     asks = {device: ask(device) for device in chosen}
@@ -154,8 +189,9 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
     return Asked(state.round, state.attempt, chosen, _amounts(asks), allowed.seconds, epochs=dict(allowed.epochs))
 
 
-def _drawn(state: Rounds, free: set[str], count: int) -> tuple[str, ...]:
-    """Sample up to `count` free devices; those that stayed silent in earlier attempts at the round go last, in turn."""
+def _drawn(state: Rounds, free: set[str], most: float) -> tuple[str, ...]:
+    """Sample up to `most` free devices; those that stayed silent in earlier attempts at the round go last, in turn."""
+    count = int(min(most, len(free)))
     if tried := [device for device in state.silent if device in free]:
         fresh = _drawn(replace(state, silent=()), free.difference(tried), count)
         return tuple(sorted((*fresh, *tried[: max(count - len(fresh), 0)])))
@@ -170,12 +206,22 @@ def _amounts(asks: Mapping[str, Ask]) -> dict[str, float]:
     return {device: amount for device, amount in amounts.items() if amount > 0}
 
 
-def _attend(state: Rounds, now_s: float, online: Collection[str], ask: Callable[[str], Ask]) -> AnyFact | None:
+def _attend(
+    state: Rounds,
+    now_s: float,
+    online: Collection[str],
+    ask: Callable[[str], Ask],
+    busy: AbstractSet[str],
+    most: float,
+) -> AnyFact | None:
     cohort = state.plan.cohort
     have, want = len(state.answered), wanted(state, online)
     if have >= want:
         return Closed(state.round)
     enough = have >= quorum(state, want)
+    left = set(online) - set(state.answered) - set(state.declined) - state.asked
+    missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(state.asked & set(online))
+    waits = missing > 0 and (most < 1 or not left.isdisjoint(busy))  # others have boards that this round needs
     if enough and state.extended:
         return Closed(state.round)
     if now_s >= next_s(state):
@@ -183,18 +229,16 @@ def _attend(state: Rounds, now_s: float, online: Collection[str], ask: Callable[
             return Closed(state.round)
         if state.deadline_s < cohort.deadline_s and not _all_declined(state):
             return Extended(state.round)
-        if len({*online, *state.answered}) < least(state) or not online:
+        if len({*online, *state.answered}) < least(state) or not online or waits:
             return Reopened(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
             return Ended("failed", _no_quorum(state, want))
         return Reopened(state.round, state.attempt + 1)
-    free = set(online) - set(state.answered) - set(state.declined) - state.asked
-    missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(state.asked & set(online))
-    chosen = _drawn(state, free, missing) if missing > 0 else ()
+    chosen = _drawn(state, left - busy, min(missing, most)) if missing > 0 else ()
     if chosen:
         return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
     # a device that the method has no task for counts as answered once no other can be asked instead
-    if not state.asked and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
+    if not state.asked and not waits and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
         return Closed(state.round)
     return None
 

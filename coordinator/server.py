@@ -1,41 +1,45 @@
-"""Loop of the coordinator: executor <-> rounds <-> store. It decides nothing itself.
+"""Loop of the coordinator: executor <-> jobs <-> store. It decides nothing itself.
 
-Messages of devices pass through `admission.heard`, the next step through `rounds.decide`; both only return facts
-and actions. Here facts are written to the log, and the executor and the store carry out the actions.
+Messages of devices are passed to the job that they are about, which is a `Serving`: they go through
+`admission.heard`, its next step through `rounds.decide`; both only return facts and actions. Facts are written to the
+log, and the executor and the store carry out the actions. `turns` decides which jobs are served.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
+from fedquilt.coordinator import admission, facts, housekeeping, turns
 from fedquilt.coordinator.conduct import ASIDE_S
-from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
-from fedquilt.coordinator.fleet import GRACE_S, Registry
-from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.serving import Desk, Observe, Serving
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, Wired
+from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
 POLL_S = 1.0
+TIDY_S = 600.0  # from one look for runs that need not be kept to the next
 
 
 class Server:
-    """Runs the jobs of a store, one at a time, through an executor. A `fedquilt.transport.link.Endpoint`.
+    """Runs the jobs of a store side by side, through an executor. A `fedquilt.transport.link.Endpoint`.
 
     Args:
         observe: `observe(job, fact)` is called with each new fact.
-        only: finish when this job has ended.
+        only: serve this job alone, and finish when it has ended.
         load: finds a method by its name.
+        limits: on how many jobs run at once, and how long ended ones are kept.
         poll_s: interval at which the store is asked for new, stopped and resumed jobs.
     """
 
@@ -43,30 +47,39 @@ class Server:
         self,
         executor: Executor,
         store: Store,
-        observe: Callable[[Running, facts.AnyFact], None] = lambda job, fact: None,
+        observe: Observe = lambda job, fact: None,
         only: str | None = None,
         load: Callable[[str], Method] = methods.load,
         poll_s: float = POLL_S,
+        limits: Limits = Limits(),
     ) -> None:
         self.finished = False
-        self.registry = Registry()
-        self.active: Running | None = None
-        self._executor, self._store, self._observe, self._only, self._load = executor, store, observe, only, load
-        self._arriving: admission.Arriving = {}
-        self._later: list[admission.Action] | None = None  # while messages are heard: what is done after the last one
-        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
-        self._every_s, self._poll_s = poll_s, -math.inf
-        self._opened_s = -math.inf  # when the running job was taken up
-        self._busy_s = -math.inf  # when a device was last seen working on it
+        self._desk = Desk(executor, store, observe)
+        self.registry = self._desk.registry
+        self._executor, self._store, self._only, self._load = executor, store, only, load
+        self._limits = limits
+        self._jobs = self._desk.jobs
+        self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
-        self._news: dict[str, Running] = {}  # jobs with changes that have not been published yet
-        self._unsent: set[str] = set()  # devices with a task to come that have not sent their profile yet
-        self._behind: set[str] = set()  # jobs of which devices know more rounds than the log, as was reported
+        self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
         """No sockets of its own: the executor is polled."""
         return ()
+
+    def jobs(self) -> list[Running]:
+        """The jobs at work, in the order in which they were taken up."""
+        return [serving.job for serving in self._jobs.values()]
+
+    def job(self, id: str) -> Running | None:
+        """A job at work; None: it is not served now."""
+        serving = self._jobs.get(id)
+        return serving.job if serving else None
+
+    def elsewhere(self, id: str) -> AbstractSet[str]:
+        """Devices that other jobs have at this moment."""
+        return self._desk.loans.elsewhere(id)
 
     def step(self, now_s: float) -> float:
         """Handle messages that have arrived and everything due; returns when to call again.
@@ -74,8 +87,9 @@ class Server:
         Raises:
             StoreError: nothing can be written any more; accepted updates are safe, a restart continues.
         """
-        self._poll(now_s)  # first: messages arriving now belong to the job that was running
-        self._later = []
+        desk = self._desk
+        self._poll(now_s)  # first: messages arriving now belong to the jobs that were running
+        later = desk.later = []
         with self._store.together():
             for heard in self._executor.hear(now_s):
                 if heard is None:
@@ -84,31 +98,29 @@ class Server:
                     self._happened(heard, now_s)
                 else:
                     self._said(*heard, now_s)
-        actions, self._later = self._later, None
-        for action in actions:
-            self._do(action, now_s)
-        committed = False
-        while not committed:
-            committed = self.active is not None and self.active.rounds.phase == "closing"
-            if not self._advance(now_s):
-                break
-        for job in self._news.values():  # once a step: a step may bring hundreds of facts
+        desk.later = None
+        for serving, action in later:
+            serving.do(action, now_s)
+        committed = self._advance(now_s)
+        for job in desk.news.values():  # once a step: a step may bring hundreds of facts
             self._executor.tell(job)
-        self._news.clear()
+        desk.news.clear()
         if committed:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
-        deadline_s = rounds.next_s(self.active.rounds) if self.active else math.inf
+        deadline_s = min((serving.next_s() for serving in self._jobs.values()), default=math.inf)
         return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s)
 
     def goodbye(self) -> None:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
         self._executor.close()
 
+    # -- messages --
+
     def _say_all_again(self, now_s: float) -> None:
         """Publish everything again after a new session: the broker may have lost it."""
-        for device in sorted(self.active.rounds.asked) if self.active else ():
-            self._issue(device, now_s)
-        self._tell()
+        for serving in self._jobs.values():
+            serving.issue_all(now_s)
+            serving.tell()
 
     def _said(self, device: str, message: Wired, now_s: float) -> None:
         match message:
@@ -117,165 +129,91 @@ class Server:
                     self._happened(admission.Appeared(device), now_s)
             case Profile():
                 self.registry.profile(device, message)
-                if device in self._unsent:
-                    self._unsent.remove(device)
-                    self._issue(device, now_s)
+                self._desk.available(device, now_s)
             case wire.Claim():
-                job = self.active
-                ask = job.ask(device, self.registry.profile_of(device)) if job and not message.accepted else Ask()
-                if job is not None:
-                    mending.compare(job.rounds, job.id, device, message, self._behind)
-                self._happened(admission.Claimed(device, message, ask), now_s)
+                if (serving := self._jobs.get(message.job)) is not None:
+                    serving.claimed(device, message, now_s)
+                else:
+                    self._stray(admission.Claimed(device, message), now_s)
             case Update():
-                ours = self.active is not None and message.job == self.active.id
-                status = "running" if ours else self._store.status(message.job)
-                counted = not ours and self._store.counted(message)
-                unfit = self.active.unfit(message) if self.active else ""
                 told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
-                self._happened(admission.Offered(device, told, status, counted, unfit), now_s)
+                if (serving := self._jobs.get(message.job)) is not None:
+                    serving.offered(device, message, told, now_s)
+                else:
+                    status, counted = self._store.status(message.job), self._store.counted(message)
+                    self._stray(admission.Offered(device, told, status, counted), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
 
-    def _happened(self, event: admission.Event, now_s: float) -> None:
-        """Apply an event: facts first, then actions."""
+    def _happened(self, event: admission.Appeared | admission.Arrived | admission.Flooded, now_s: float) -> None:
+        """Pass on what happens to a device, to the jobs that it concerns."""
+        if isinstance(event, admission.Arrived):
+            if (fetched := self._desk.fetching.pop(event.device, None)) is not None:
+                fetched.happened(event, now_s)
+            return
         if isinstance(event, admission.Flooded):
             log.warning("%s %s", event.device, admission.FLOODED, extra=about(device=event.device))
             self.registry.set_aside(event.device, now_s + ASIDE_S)
-        job = self.active
-        step = admission.heard(job.id if job else "", job.rounds if job else None, self._arriving, event, now_s)
-        self._arriving = step.arriving
-        for fact in step.facts:
-            self._record(fact, now_s)
-        for action in step.actions:
-            self._act(action, now_s)
+        for serving in self._jobs.values():
+            if event.device in serving.asked:
+                serving.happened(event, now_s)
 
-    def _act(self, action: admission.Action, now_s: float) -> None:
-        """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
-        if self._later is None or isinstance(action, admission.Fetch | admission.Examine):
-            self._do(action, now_s)
-        else:
-            self._later.append(action)
+    def _stray(self, event: admission.Claimed | admission.Offered, now_s: float) -> None:
+        """Answer a device that speaks of a job which is not served now."""
+        for action in admission.heard("", None, {}, event, now_s).actions:
+            match action:
+                case admission.Answer(device, update, accepted, reason):
+                    self._desk.answer(device, update, accepted, reason)
+                case admission.Withdraw(device):
+                    self._desk.withdraw(device, "", now_s)
+                case _:
+                    raise AssertionError(action)
 
-    def _do(self, action: admission.Action, now_s: float) -> None:
-        match action:
-            case admission.Issue(device):
-                self._issue(device, now_s)
-            case admission.Withdraw(device):
-                self._executor.withdraw(device)
-                self._let_go(device)
-            case admission.Patience(device):
-                self._executor.be_patient(device)
-            case admission.Fetch(device, update):
-                self._let_go(device, update)
-                self._begun[device] = update
-                self._executor.fetch(device, update.bundles.values())
-            case admission.Examine(device, update):
-                self._examine(device, update, now_s)
-            case admission.Answer(device, update, accepted, reason):
-                ack = wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000])
-                self._executor.answer(device, ack)
-            case admission.Discard(update):
-                self._discard(update)
-            case admission.Renew(device, epoch):
-                self._renew(device, epoch, now_s)
-
-    def _renew(self, device: str, above: int, now_s: float) -> None:
-        """Send a device its task with an epoch later than the one with which it counted the round."""
-        if self.active is not None and above >= self._store.epoch:
-            self._executor.renew(self._store.next_epoch(above))
-            self._store.begin(self.active.id)
-        self._issue(device, now_s)
-
-    def _let_go(self, device: str, instead: Update | None = None) -> None:
-        """Drop what has come of the last update that a device began to send, unless it sends the same again.
-
-        So a device has one unfinished update on the disk, no larger than an update may be, whatever it offers.
-        """
-        begun = self._begun.pop(device, None)
-        if begun is not None and self.active is not None and (instead is None or begun.bundles != instead.bundles):
-            self._discard(begun)
-
-    def _examine(self, device: str, update: Update, now_s: float) -> None:
-        """Read an update, and let count what it holds."""
-        assert self.active is not None
-        examined = self.active.examined(device, update, self.registry.profile_of(device), now_s)
-        if examined.odd:
-            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
-        self._happened(examined, now_s)
-
-    def _discard(self, update: Update) -> None:
-        """Drop the blobs of an update that have no other use."""
-        job = self.active
-        assert job is not None
-        kept = blobs([*job.rounds.answered.values(), *self._arriving.values()])
-        for sha256 in blobs([update]) - kept - job.pinned() - job.sent() - self._store.held(but=job.id):
-            self._store.depot.drop(sha256)
-
-    def _issue(self, device: str, now_s: float) -> None:
-        """Send a device its task of the running round (again)."""
-        job = self.active
-        if job is None or device not in job.rounds.asked:
-            return
-        profile = self.registry.profile_of(device)
-        if profile is None:  # after a restart: the profile names its engine, and the task is sent when it arrives
-            return self._unsent.add(device)
-        engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
-        try:
-            task = job.task(device, engine, profile, now_s)
-        except Exception as error:
-            return self._fail(error, now_s)
-        if task is None:
-            return self._record(
-                facts.Declined(job.rounds.round, device, facts.NOTHING, "the method has nothing for it now"), now_s
-            )
-        try:
-            return self._executor.send(device, task, now_s)
-        except FedquiltError as error:
-            return self._fail(error, now_s)
+    # -- jobs --
 
     def _poll(self, now_s: float) -> None:
         """Read requests from the store: new jobs, jobs stopped and resumed."""
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s
-        if self.active is not None and self._store.status(self.active.id) == "stopping":
-            self._record(facts.Ended("stopped", "by request"), now_s)
-            return
-        if self.active is not None and self._only is not None:
+        for serving in list(self._jobs.values()):
+            if self._store.status(serving.id) == "stopping":
+                serving.record(facts.Ended("stopped", "by request"), now_s)
+                self._leave(serving, now_s)
+        if self._jobs and self._only is not None:
             return
         wanted = [row for row in self._store.jobs() if self._only in (None, row.id)]
-        for row in wanted if self.active is None else ():
-            if row.status == "stopping":
+        for row in wanted:
+            if row.status == "stopping" and row.id not in self._jobs:
                 self._store.end(row.id, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
+        if now_s >= self._tidy_s:
+            self._tidy_s = now_s + TIDY_S
+            self._tidy()
         rows = [row for row in wanted if turns.mine(row, self._only)]
-        served = turns.served(rows, self._idle_s(now_s), self._gave_way_s)
-        if self.active is not None and served and self.active.id not in served:
-            self._give_way(served, now_s)
-        if self.active is None and served:
-            self._open(next(row for row in rows if row.id == served[0]), now_s)
-        elif self.active is None:
+        waits = {serving.id: serving.wait(now_s) for serving in self._jobs.values()}
+        served = turns.served(rows, waits, self._gave_way_s, self._limits)
+        for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
+            self._give_way(serving, waits[serving.id], now_s)
+        if opened := [row for row in rows if row.id in served and row.id not in self._jobs]:
+            self._open(opened, now_s)
+        elif not self._jobs:
             self.finished = self._only is not None
 
-    def _idle_s(self, now_s: float) -> dict[str, float]:
-        """The running job, with the seconds since a device last worked on it."""
-        job = self.active
-        if job is None:
-            return {}
-        if not rounds.idle(job.rounds, self.registry.able(job.engines, now_s).keys()):
-            self._busy_s = now_s
-        return {job.id: now_s - self._busy_s}
+    def _tidy(self) -> None:
+        """Delete runs that ended long enough ago."""
+        for id in housekeeping.retire(self._store, self._limits.retention, time.time(), self._desk.in_use()):
+            log.info("%s is deleted, as [retention] of coordinator.toml says", id, extra=about(run=id))
 
-    def _give_way(self, served: Sequence[str], now_s: float) -> None:
-        """Return the running job to the queue, in the state of its facts."""
-        job = self.active
-        assert job is not None
-        told = (job.id, turns.PATIENCE_S, served[0])
-        log.warning("%s has waited for devices for %.0f s: %s is next", *told, extra=about(run=job.id))
-        self._take_back(job.rounds.asked | set(job.rounds.silent), now_s)
-        self._store.set_status(job.id, "queued")
-        self._gave_way_s[job.id] = now_s
-        self.active, self._arriving = None, {}
+    def _give_way(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
+        """Return a job to the queue, in the state of its facts."""
+        said = "%s has waited for devices for %.0f s: its place goes to the next in line"
+        log.log(
+            logging.WARNING if wait.begun else logging.INFO, said, serving.id, wait.idle_s, extra=about(run=serving.id)
+        )
+        serving.give_up(now_s)
+        self._close(serving, "queued", now_s)
+        self._gave_way_s[serving.id] = now_s
 
     def _tell_left(self, rows: Sequence[Row]) -> None:
         """Report once for each unfinished run that it is not taken up here."""
@@ -286,115 +224,75 @@ class Server:
                     "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`", row.id
                 )
 
-    def _open(self, row: Row, now_s: float) -> None:
-        """Take up a job in the state of its facts."""
-        try:
-            job = Running(row, self._store, now_s, self._load(row.job.method))
-        except StoreError:
-            raise
-        except Exception as error:  # one job that cannot run does not keep the others from running
-            ended = facts.failed(error)
-            log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
-            self._store.end(row.id, ended)
-            return
-        self.active, self._opened_s, self._busy_s, self._arriving = job, now_s, now_s, {}
+    def _open(self, rows: Sequence[Row], now_s: float) -> None:
+        """Take up jobs in the state of their facts: all before any of them goes on, as they have boards already."""
+        opened, least_s = [], turns.absent(self._claims(now_s))
+        for row in rows:
+            try:
+                job = Running(row, self._store, now_s, self._load(row.job.method))
+            except StoreError:
+                raise
+            except Exception as error:  # one job that cannot run does not keep the others from running
+                ended = facts.failed(error)
+                log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
+                self._store.end(row.id, ended)
+                continue
+            self._desk.loans.level(row.id, least_s * row.job.priority, now_s)
+            since_s = self._first_s.setdefault(row.id, now_s)
+            opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
+            self._jobs[row.id] = opened[-1]
         if unsound := self._store.unsound():
             log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
-        else:  # leftovers of a crash
-            self._store.depot.keep(self._store.held() | job.pinned())
-        self._store.begin(row.id)
-        if job.rounds.phase in ("stopped", "failed"):
-            self._record(facts.Resumed(), now_s)
-        for device in sorted(job.rounds.asked):
-            self._issue(device, now_s)
-        self._tell()
+        elif opened:  # leftovers of a crash
+            self._store.depot.keep(self._store.held() | self._desk.in_use())
+        for serving in opened:
+            serving.begin(now_s)
 
     def _advance(self, now_s: float) -> bool:
-        """Make one decision, if one is due."""
-        job = self.active
-        if job is None:
-            return False
-        try:
-            if job.rounds.phase == "closing":
-                with self._executor.tended():  # a method may compute for longer than a broker waits for a word
-                    fact: facts.AnyFact | None = job.commit(now_s)
-            elif job.rounds.phase in ("done", "failed", "stopped"):
-                self._leave()
-                return True
-            else:
-                fact = choice.decide(job, self.registry, self._at_work(job, now_s), now_s)
-        except mending.LostUpdateError as lost:
-            fact = facts.Lost(job.rounds.round, lost.device, lost.reason)
-        except Exception as error:
-            self._fail(error, now_s)
-            return True
-        if fact is not None:
-            self._record(fact, now_s)
-        return fact is not None
+        """Make all decisions that are due, one job after the other; True: a round was committed, and some may be left.
 
-    def _at_work(self, job: Running, now_s: float) -> set[str]:
-        """Devices with a task, whatever else is known of them.
-
-        Just after a start these are all devices asked: boards that are away for a moment, as they may have been
-        when their wills were published, get the same grace as with a coordinator that has been running all along.
+        A job that has decided something is followed by all of them again, as it may have taken or left boards.
         """
-        asked = set(job.rounds.asked)
-        return asked if now_s < self._opened_s + GRACE_S else asked & self.registry.able(job.engines, now_s).keys()
+        claims = self._claims(now_s)
+        least_s = turns.absent(claims)
+        for serving in self._jobs.values():
+            serving.level(least_s, now_s)
+        order = sorted(claims, key=lambda id: claims[id].had_s)  # who has had least goes first
+        again = True
+        while again:
+            again = False
+            for serving in [self._jobs[id] for id in order if id in self._jobs]:
+                if serving.over:
+                    self._leave(serving, now_s)
+                    continue
+                closing = serving.job.rounds.phase == "closing"
+                if serving.advance(now_s, turns.left(serving.id, claims), self._most(serving, now_s)):
+                    if closing:
+                        return True
+                    again = True
+                    break
+        return False
 
-    def _fail(self, error: Exception, now_s: float) -> None:
-        """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
-        if isinstance(error, StoreError | MemoryError):
-            raise error
-        assert self.active is not None
-        log.error("%s failed in its method", self.active.id, exc_info=error, extra=about(run=self.active.id))
-        self._record(facts.failed(error), now_s)
+    def _claims(self, now_s: float) -> dict[str, turns.Claim]:
+        return {serving.id: serving.claim(now_s) for serving in self._jobs.values()}
 
-    def _record(self, fact: facts.AnyFact, now_s: float) -> None:
-        """Write a fact, then act on it."""
-        job = self.active
-        assert job is not None
-        before = job.rounds
-        try:
-            job.record(fact, now_s)
-        except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
-            return self._fail(error, now_s)
-        if not isinstance(fact, facts.Answered) and not self._arriving.keys() <= job.rounds.asked:
-            self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
-        self._observe(job, fact)
-        match fact:
-            case facts.Asked():
-                for device in fact.devices:
-                    self._issue(device, now_s)
-                self._take_back(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
-            case facts.Answered():
-                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
-            case facts.Lost():
-                ids = about(run=job.id, round=fact.round, device=fact.device)
-                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
-                self._renew(fact.device, self._store.epoch, now_s)
-            case facts.Closed() | facts.Ended():
-                self._take_back(before.asked | set(before.silent), now_s)
-            case facts.Committed():
-                spent = job.spent(before)
-                job.committed()
-                others = self._store.held(but=job.id)  # other jobs may have the same content
-                for sha256 in spent - job.pinned() - others:
-                    self._store.depot.drop(sha256)
-        self._tell()
+    def _most(self, serving: Serving, now_s: float) -> float:
+        """How many devices a job may ask now, as the share of its submitter leaves it; one at least in all."""
+        share = self._limits.submitter.share
+        if share == 1.0:
+            return math.inf
+        most = max(1, int(share * len(self.registry.online(now_s))))
+        others = (each for each in self._jobs.values() if each.submitter == serving.submitter)
+        return max(0, most - sum(len(self._desk.loans.lent(each.id)) for each in others))
 
-    def _take_back(self, devices: Collection[str], now_s: float) -> None:
-        """Withdraw tasks. `Reopened` withdraws none: a device that the next attempt asks too works on."""
-        for device in sorted(devices):
-            self._act(admission.Withdraw(device), now_s)
-
-    def _leave(self) -> None:
-        assert self.active is not None
-        self._store.set_status(self.active.id, self.active.rounds.phase)
-        self.finished = self.finished or self._only == self.active.id
-        self.active = None
+    def _leave(self, serving: Serving, now_s: float) -> None:
+        """Let go of a job that has ended."""
+        self._close(serving, serving.job.rounds.phase, now_s)
+        self._first_s.pop(serving.id, None)
+        self.finished = self.finished or self._only == serving.id
         self._poll_s = -math.inf
 
-    def _tell(self) -> None:
-        """Publish the running job's state at the end of this step."""
-        if self.active is not None:
-            self._news[self.active.id] = self.active
+    def _close(self, serving: Serving, status: str, now_s: float) -> None:
+        self._store.set_status(serving.id, status)
+        del self._jobs[serving.id]
+        self._desk.loans.forget(serving.id, now_s)

@@ -24,6 +24,7 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device present
     min_devices: Annotated[int, Meta(ge=0)] = 0  # no round begins or commits with fewer; 0: as rounds.least computes
     start_devices: Annotated[int, Meta(ge=0)] = 0  # wait for this many before the first round
+    start_timeout_s: Annotated[float, Meta(gt=0)] | None = None  # then the job fails; None: it waits for ever
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
     deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
@@ -110,6 +111,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    priority: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # its part of the boards' time beside other jobs' parts
     engine: str | None = None  # one of the method's; None: on each device the first of them that it has
     max_update_mb: Annotated[int, Meta(ge=1)] | None = None  # a device that announces more is refused; None: by model
     params: dict[str, Any] = msgspec.field(default_factory=dict)

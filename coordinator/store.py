@@ -26,7 +26,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing, user
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk, Lock
 
@@ -48,6 +48,7 @@ class Row(NamedTuple):
     created: float  # wall-clock seconds, for people
     origin: Origin = "run"  # command that began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
     epoch: int = 0  # start of the coordinator that took it up last
+    submitter: str = ""  # user of the system who queued it; "": not known
 
 
 class Unreadable(NamedTuple):
@@ -88,9 +89,7 @@ class Store:
             before = write_ahead.look(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
-                self._db.execute(
-                    "select 1 from sqlite_master"
-                ).fetchone()  # SQLite takes up the log, and writes nothing
+                self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
                 before.report(disk)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
@@ -117,9 +116,10 @@ class Store:
 
     def lock(self) -> bool:
         """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
-        self._require_whole()
-        with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
-            self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
+        if self._lock is None:
+            self._require_whole()
+            with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
+                self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
         return self._lock is not None
 
     def served(self) -> bool:
@@ -178,7 +178,9 @@ class Store:
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
-            self._rows.add(Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin))
+            self._rows.add(
+                Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin, submitter=user())
+            )
         return id
 
     def jobs(self) -> list[Row]:
@@ -202,7 +204,8 @@ class Store:
         except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return Unreadable(row.id, row.status, row.created, reason)
-        return Row(row.id, job, Path(row.bundle), row.status, row.created, cast("Origin", row.origin), row.epoch)
+        at = Path(row.bundle), row.status, row.created
+        return Row(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
 
     def job(self, run: str) -> Row:
         """Find a job by its id; a job's name stands for its latest run.
@@ -240,11 +243,8 @@ class Store:
         elsewhere = self._lock is None and self.served()
         for id in ids:
             if elsewhere and (status := self.status(id)) in UNENDED:
-                mend = (
-                    "wait until it has stopped"
-                    if status == "stopping"
-                    else f"`fedquilt stop {id} --home {self.home}` ends it first"
-                )
+                first = f"`fedquilt stop {id} --home {self.home}` ends it first"
+                mend = "wait until it has stopped" if status == "stopping" else first
                 raise JobError(f"{id} is {status}: {mend}")
 
     def begin(self, id: str) -> None:
@@ -286,7 +286,7 @@ class Store:
     def states(self, but: str = "") -> set[str]:
         """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
         with storing(self.home):
-            return self._rows.states(but)
+            return {str(sha256) for _, sha256 in self._rows.states(but)}
 
     def held(self, but: str = "") -> set[str]:
         """Blobs that some job may still need: the latest states, and updates that no state contains yet.
@@ -295,7 +295,12 @@ class Store:
             but: a job to leave out, because its process knows its blobs without reading all its facts.
         """
         with storing(self.home):
-            return self._rows.states(but) | self._rows.updates(but)
+            return {str(sha256) for _, sha256 in (*self._rows.states(but), *self._rows.updates(but))}
+
+    def weights(self) -> dict[str, tuple[int, set[str]]]:
+        """Job -> bytes of its log, and the blobs (sha256) of `held` that it needs."""
+        with storing(self.home):
+            return self._rows.weights()
 
     # -- facts --
 

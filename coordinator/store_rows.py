@@ -6,6 +6,7 @@ job's row has that of the last one: so that a fact which is lost, added, changed
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import os
 import sqlite3
@@ -22,7 +23,7 @@ from fedquilt.core import JobError, StoreError, Update
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
 BUSY_S: Final = 5.0  # that a reader waits for a writer
-_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head"
+_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
 
 
 decoded: Final = msgspec.json.Decoder(AnyFact).decode
@@ -111,11 +112,12 @@ class Stored(NamedTuple):
     origin: str
     epoch: int = 0
     head: bytes = FIRST  # checksum of the job's last fact
+    submitter: str = ""  # user of the system; "": not known, as in rows of version 2
 
     @property
     def sum(self) -> bytes:
-        """Checksum of the row."""
-        return _sum(*self)
+        """Checksum of the row; one without a submitter has that of version 2."""
+        return _sum(*(self if self.submitter else self[:-1]))
 
 
 def link(before: bytes, job: str, at: float, body: str) -> bytes:
@@ -125,6 +127,14 @@ def link(before: bytes, job: str, at: float, body: str) -> bytes:
 
 def _sum(*values: str | float | bytes) -> bytes:
     return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
+
+
+def user() -> str:
+    """Name of this process's user, or its number if it has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def encoded(id: str, fact: AnyFact) -> str:
@@ -268,26 +278,34 @@ class Rows:
 
     # -- what jobs hold; `sound` is the view of facts that can be read as JSON --
 
-    def states(self, but: str) -> set[str]:
-        """Hashes (sha256) of the latest state of every job but one."""
+    def states(self, but: str) -> list[tuple[str, str]]:
+        """(job, sha256) of the latest state of every job but one."""
         query = """
-            select json_extract(body, '$.state.sha256') from sound where seq in (
+            select job, json_extract(body, '$.state.sha256') from sound where seq in (
                 select max(seq) from sound where job in (select id from jobs where id <> ?)
                 and json_extract(body, '$.state.sha256') is not null group by job)
         """
-        return {str(row[0]) for row in self._db.execute(query, (but,))}
+        return self._db.execute(query, (but,)).fetchall()
 
-    def updates(self, but: str) -> set[str]:
-        """Hashes (sha256) of the bundles of updates that no state contains yet, of every job but one."""
+    def updates(self, but: str) -> list[tuple[str, str]]:
+        """(job, sha256) of the bundles of updates that no state contains yet, of every job but one."""
         query = """
             with last(job, seq) as (
                 select job, max(seq) from sound where job in (select id from jobs where id <> :but)
                 and json_extract(body, '$.state.sha256') is not null group by job)
-            select json_extract(bundle.value, '$.sha256')
+            select sound.job, json_extract(bundle.value, '$.sha256')
             from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
             where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
         """
-        return {str(row[0]) for row in self._db.execute(query, {"but": but})}
+        return self._db.execute(query, {"but": but}).fetchall()
+
+    def weights(self) -> dict[str, tuple[int, set[str]]]:
+        """Job -> bytes of its facts, and what `states` and `updates` name of it."""
+        sizes = self._db.execute("select job, sum(length(cast(body as blob))) from facts group by job").fetchall()
+        found = {str(job): (int(size), set[str]()) for job, size in sizes}
+        for job, sha256 in (*self.states(""), *self.updates("")):
+            found[job][1].add(str(sha256))
+        return found
 
     def counted(self, update: Update) -> bool:
         """Whether the log of an update's job holds that it was counted."""

@@ -10,14 +10,14 @@ from typing import Final
 from fedquilt.coordinator.store_rows import FIRST, Rows, Stored, link
 from fedquilt.core import StoreError
 
-VERSION = 2  # of the tables
+VERSION = 3  # of the tables
 CHECK_S: Final = 1.0  # that a look at the whole database may take when it is opened
 
 _SCHEMA = """
 create table if not exists jobs (
     id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
     origin text not null default 'run', epoch integer not null default 0,
-    head blob not null default x'', sum blob not null default x'');
+    head blob not null default x'', sum blob not null default x'', submitter text not null default '');
 create table if not exists facts (
     seq integer primary key, job text not null references jobs(id), at real not null, body text not null,
     sum blob not null default x'');
@@ -27,12 +27,13 @@ create table if not exists counters (name text primary key, value integer not nu
 create view if not exists sound as
     select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
 """
-_ADDED = {  # columns that version 0 had not, and those that version 1 had not
+_ADDED = {  # columns that versions 0, 1 and 2 had not
     "jobs": {
         "origin": "text not null default 'run'",
         "epoch": "integer not null default 0",
         "head": "blob not null default x''",
         "sum": "blob not null default x''",
+        "submitter": "text not null default ''",
     },
     "facts": {"sum": "blob not null default x''"},
     "counters": {"sum": "blob not null default x''"},

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -117,7 +117,9 @@ class Remembered:
         after = "before its first round" if counted is None else f"after round {counted}"
         return Private(lost=f"the private state of {job} {after} is not here, only that of round {entry.left}")
 
-    def count(self, key: Key, made: tuple[Path, str] | None, counted: Mapping[str, Counted]) -> None:
+    def count(
+        self, key: Key, made: tuple[Path, str] | None, counted: Mapping[str, Counted], waiting: Collection[str]
+    ) -> None:
         """Remember that a round was counted, and the private state that it left.
 
         The state is moved before anything says that it is there. After a crash in between, the answer comes again.
@@ -126,6 +128,8 @@ class Remembered:
             key: job and round.
             made: the private state's file, and its sha256; None: the round has left none, or it was moved already.
             counted: of all jobs; others are forgotten, and their private states deleted.
+            waiting: jobs with updates in the outbox, which are not forgotten: where the disk failed in the middle of an
+                answer, it comes again.
         """
         job, round = key
         entry = self._jobs.get(job, Entry(round=0, epoch=0))
@@ -141,9 +145,11 @@ class Remembered:
                 sha256, left = each.sha256, round
         others = {name: Entry(round=last.round, epoch=last.epoch) for name, last in counted.items()}
         this = Entry(round=counted[job].round, epoch=counted[job].epoch, private=sha256, left=left)
-        self._jobs = {name: this if name == job else self._jobs.get(name, other) for name, other in others.items()}
+        jobs = {name: this if name == job else self._jobs.get(name, other) for name, other in others.items()}
+        half = {name: entry for name, entry in self._jobs.items() if name in waiting and name not in jobs}
+        self._jobs = {**half, **jobs}
         self._disk.put(self._file, wire.encode(Ledger(jobs=self._jobs)), durable=self._durable)
-        self._clear(job, left)
+        self._clear(job, left, waiting)
 
     def moved(self, key: Key) -> bool:
         """Whether the private state that a round has left is in its place, be the round counted or not."""
@@ -194,12 +200,12 @@ class Remembered:
         named = [_PRIVATE.fullmatch(entry.name) for entry in self._disk.entries(self._folder)]
         return [Kept(each[1], int(each[2]), each[3]) for each in named if each is not None]
 
-    def _clear(self, job: str, left: int) -> None:
+    def _clear(self, job: str, left: int, waiting: Collection[str]) -> None:
         """Delete private states that are of no use: of other jobs, and of rounds long before or after `left`."""
         kept = self._kept()
         rounds = sorted(each.round for each in kept if each.job == job and each.round <= left)[-KEPT:]
         for each in kept:
-            if each.job not in self._jobs or (each.job == job and each.round not in rounds):
+            if each.job not in {*self._jobs, *waiting} or (each.job == job and each.round not in rounds):
                 self._disk.unlink(self._folder / each.name)
 
     def _sync(self) -> None:

@@ -231,7 +231,9 @@ class Local:
             folder = self._folder(key)
             if accepted:
                 made = self._left_in(folder)
-                self._remembered.count(key, None if made is None else (folder / f"{made}{KEPT}", made), counted)
+                moves = None if made is None else (folder / f"{made}{KEPT}", made)
+                waiting = {entry.name.rpartition("@")[0] for entry in self._disk.entries(self._outbox)}
+                self._remembered.count(key, moves, counted, waiting)
             self._remove(folder)
 
     def _remove(self, folder: Path) -> None:

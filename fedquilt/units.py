@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
+AGES: Final = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
@@ -26,3 +28,14 @@ def duration(seconds: float) -> str:
         if seconds >= least:
             return f"{seconds / scale:.0f} {name}"
     return f"{max(seconds, 0.0):.0f} s"
+
+
+def age_s(text: str) -> float:
+    """Seconds of an age such as "30d".
+
+    Raises:
+        ValueError: it is none; the message says what is one.
+    """
+    if not re.fullmatch(r"\d+(\.\d+)?[mhdw]", text):
+        raise ValueError(f"{text!r} is no age: a number with m, h, d or w, such as 30d")
+    return float(text[:-1]) * AGES[text[-1]]

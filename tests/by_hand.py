@@ -17,6 +17,7 @@ from fedquilt.coordinator.facts import (
     AnyFact,
     Committed,
 )
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
@@ -82,8 +83,9 @@ class Hand:
 class Stage:
     """A coordinator, hands, and time that the test moves on."""
 
-    def __init__(self, folder: Path, **table: Any) -> None:
+    def __init__(self, folder: Path, limits: Limits | None = None, **table: Any) -> None:
         self.folder, self.broker, self.facts = folder, MemoryBroker(), []
+        self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
         self.store = Store(folder / "home")
@@ -95,7 +97,14 @@ class Stage:
         """A coordinator process begins."""
         self.link = self.broker.connect()
         self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
-        self.server = Server(self.executor, self.store, self.observe, only=self.job)
+        self.server = Server(
+            self.executor, self.store, self.observe, only=None if self.all else self.job, limits=self.limits or Limits()
+        )
+
+    def add(self, name: str, **table: Any) -> str:
+        """Queue another job; from now on all are served."""
+        self.all, self.server._only = True, None
+        return self.store.add(settings.parse({**TABLE, "name": name, **table}), self.folder / "bundle")
 
     def restart(self) -> None:
         """It dies, and another begins on the same folder."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
-from fedquilt import columns, metrics, units
+from fedquilt import columns, methods, metrics, units
 from fedquilt.coordinator import eligibility, rounds
 from fedquilt.coordinator.facts import (
     Answered,
@@ -18,12 +20,14 @@ from fedquilt.coordinator.facts import (
     Ended,
     Extended,
     Lost,
+    Plan,
     Rejected,
     Reopened,
     Resumed,
     Rounds,
     Started,
     Surveyed,
+    apply,
 )
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.coordinator.views import costs, progress
@@ -82,22 +86,56 @@ def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
     return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
 
 
-def waiting(state: Rounds, engines: Sequence[str], able: Collection[str]) -> str | None:
+def elsewhere(store: Store, run: str) -> set[str]:
+    """Devices that other running jobs of a store have asked and not heard, by their logs."""
+    found = set[str]()
+    for row in store.jobs():
+        if row.id != run and row.status == "running":
+            with contextlib.suppress(JobError):  # a damaged log says nothing
+                found |= replayed(row, [fact for _, _, fact in store.facts(row.id)]).asked
+    return found
+
+
+def replayed(row: Row, facts: Iterable[AnyFact]) -> Rounds:
+    """State of a run after these facts."""
+    state = Rounds(Plan.of(row.job))
+    for fact in facts:
+        state = apply(state, fact, 0.0)
+    return state
+
+
+def waits(row: Row, store: Store) -> str | None:
+    """Sentence on what a running job waits for, by its log; None: it does not wait, or does not run."""
+    if row.status != "running":
+        return None
+    state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
+    if state.phase not in ("selecting", "open") or state.asked:
+        return None
+    engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
+    able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
+    return waiting(state, engines, able, elsewhere(store, row.id))
+
+
+def waiting(
+    state: Rounds, engines: Sequence[str], able: Collection[str], busy: AbstractSet[str] = frozenset()
+) -> str | None:
     """Sentence on what the running round waits for; None: a device is at work, or nothing runs.
 
     Args:
         state: of the run.
         engines: names of those that can run the job.
         able: devices that are online and have one of the engines.
+        busy: devices that other jobs have.
     """
     if not rounds.idle(state, able):
         return None
     if state.asked:
         return f"{_names(sorted(state.asked))}: offline"
-    barred = [code for device, code in state.passed.items() if device in able]
+    barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
-    there = f"devices that run {' or '.join(engines)}: {len(able)} online{alone}{declined}"
+    taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
+    there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
         return f"{there}, at least {rounds.needed(state)} needed"
     want = rounds.wanted(state, set(able) - state.passed.keys())
@@ -207,8 +245,14 @@ def took(usage: Usage) -> str:
     return ", ".join(parts)
 
 
-def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
-    """Values of a line of `fedquilt ls`; "problem": why the run cannot be read, else None."""
+def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
+    """Values of a line of `fedquilt ls`; "problem": why the run cannot be read, else None.
+
+    Args:
+        row: the run.
+        store: of the run.
+        own: run -> bytes on the disk, as of `housekeeping.own`.
+    """
     facts: list[AnyFact] = []
     problem = row.reason if isinstance(row, Unreadable) else None
     if isinstance(row, Row):
@@ -220,6 +264,8 @@ def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
     return {
         "run": row.id,
         "status": store.standing(row) if isinstance(row, Row) else row.status,
+        "waits": waits(row, store) if isinstance(row, Row) and not problem else None,
+        "submitter": row.submitter if isinstance(row, Row) else None,
         "method": row.job.method if isinstance(row, Row) else None,
         "rounds": progress.done(facts, row.job.rounds) if isinstance(row, Row) and problem is None else None,
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
@@ -231,6 +277,7 @@ def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
         "example_j": taken.whole.example_j,
         "point_j": taken.point_j,
         "round_j": [each.energy_j for each in taken.rounds.values()],
+        "bytes": own.get(row.id, 0),
         "tasks": taken.whole.tasks,
         "metered": taken.whole.metered,
     }
@@ -254,14 +301,16 @@ def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
             row["method"],
             f"{row['rounds']} rounds",
             "-" if row["energy_j"] is None else f"{costs.short(row['energy_j'])} J",
+            units.size(row["bytes"]),
         ]
         for row in fine
     ]
-    told = columns.table(cells, "<<<>>", wide, STATUS)
+    told = columns.table(cells, "<<<>>>", wide, STATUS)
     odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
+    waits = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
     if len(told) != len(fine):  # in blocks
-        return [*told, *odd]
-    return [(odd if row["problem"] is not None else told).pop(0) for row in rows]
+        return [*told, *odd, *waits]
+    return [*((odd if row["problem"] is not None else told).pop(0) for row in rows), *waits]
 
 
 def _short(value: float) -> str:

@@ -30,6 +30,7 @@ from fedquilt.coordinator.facts import (
     apply,
 )
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs, log
@@ -120,7 +121,8 @@ class Console:
         """
         self._line, self._named, self._wordy = progress.Line(sys.stdout, clock=real_clock), named, wordy
         self._clock, self._began_s = clock, clock()
-        self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
+        self._contact, self._mend = Contact(), mend
+        self._waiting: dict[str, Waiting] = {}  # by run
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
         self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, unprinted
 
@@ -159,12 +161,16 @@ class Console:
             self.say(line)
 
     def wait(self, server: Server) -> None:
-        """Report the wait of a round, once it has lasted a while."""
-        job = server.active
-        able = server.registry.able(job.engines, self._clock()) if job else {}
-        line = self._waiting.line(log.waiting(job.rounds, job.engines, able.keys()) if job else None, self._clock())
-        if line is not None and job is not None:
-            self.say(f"{job.id}: {line}" if self._named else line, self._mend)
+        """Report the wait of each job's round, once it has lasted a while."""
+        now_s = self._clock()
+        jobs = server.jobs()
+        self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
+        for job in jobs:
+            able = server.registry.able(job.engines, now_s)
+            whom = log.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
+            line = self._waiting[job.id].line(whom, now_s)
+            if line is not None:
+                self.say(f"{job.id}: {line}" if self._named else line, self._mend)
 
     def _status(self, job: Running) -> None:
         def line() -> str:
@@ -191,6 +197,7 @@ def coordinate(
     watch: Callable[[], None] = lambda: None,
     identity: Identity | None = None,
     metrics: str | None = None,
+    limits: Limits = Limits(),
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
@@ -210,7 +217,7 @@ def coordinate(
         console.observe(job, fact)
         counts.observe(job, fact)
 
-    server = Server(executor, store, observe, only)
+    server = Server(executor, store, observe, only, limits=limits)
     with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
         if place:
             console.say(f"metrics at {place}")
@@ -251,7 +258,10 @@ def tell(
     seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
     engines = (job.engine,) if job.engine else methods.load(job.method).engines
     while True:
-        ended = store.status(id) in ("done", "failed", "stopped")  # read first, so that no last fact is missed
+        status = store.status(id)  # read first, so that no last fact is missed
+        ended = status in ("done", "failed", "stopped")
+        if not status:
+            raise JobError(f"{id} has been deleted meanwhile")
         for number, at_s, fact in store.facts(id, after=seen):
             seen, state = number, apply(state, fact, 0.0)
             if json:
@@ -272,8 +282,9 @@ def tell(
         # who is online is known here only as of when it was last looked who can be asked
         able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
         whom = None if state.asked else log.waiting(state, engines, able)
-        if (line := waiting.line(whom, time.monotonic())) is not None and not json:
-            _tell(time.time(), line, MORE)
+        if waiting.line(whom, time.monotonic()) is not None and not json:
+            whom = log.waiting(state, engines, able, log.elsewhere(store, id))
+            _tell(time.time(), f"waiting for {whom}", MORE)
         time.sleep(0.5)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from fedquilt import config
+from fedquilt import config, units
 from fedquilt.cli.commands import F, argument, option
 
 HOME: Final = Path("fedquilt-runs")
@@ -80,13 +80,6 @@ def _count(text: str) -> int:
     return value
 
 
-def _age(text: str) -> float:
-    seconds = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-    if not re.fullmatch(r"\d+(\.\d+)?[mhdw]", text):
-        raise ValueError(f"{text!r} is no age: a number with m, h, d or w, such as 30d")
-    return float(text[:-1]) * seconds[text[-1]]
-
-
 def _above_0(text: str) -> float:
     value: float = _number(text, float)
     if not 0 < value < float("inf"):
@@ -114,7 +107,7 @@ ABOVE_0: Final = Checked("x", _above_0)
 SECONDS: Final = Checked("s", _seconds)
 NAME: Final = Checked("name", _name)
 COUNT: Final = Checked("n", _count)
-AGE: Final = Checked("age", _age)
+AGE: Final = Checked("age", units.age_s)
 WHOLE: Final = Checked("n", lambda text: _number(text, int))
 NUMBER: Final = Checked("x", lambda text: _number(text, float))
 

@@ -15,8 +15,9 @@ from fedquilt.core import JobError
 @options.log_format
 @options.broker()
 def serve(home: Path, metrics: str | None, log_format: str, broker: options.Broker) -> None:
-    """Run the coordinator: carry out the jobs submitted to --home, one after the other, until stopped."""
+    """Run the coordinator: carry out the jobs submitted to --home, side by side, until stopped."""
     from fedquilt import logs
+    from fedquilt.coordinator import limits
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, coordinate
@@ -25,6 +26,7 @@ def serve(home: Path, metrics: str | None, log_format: str, broker: options.Brok
         home = home.resolve()
         if not store.lock():
             raise JobError(f"another coordinator serves {home} already")
+        limited = limits.load(home)
         console = Console(wordy=wordy() > 0, named=True)
         if log_format == "json":
             logs.as_json()
@@ -34,4 +36,4 @@ def serve(home: Path, metrics: str | None, log_format: str, broker: options.Brok
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        coordinate(store, link, broker.fleet, console, identity=identity, metrics=metrics)
+        coordinate(store, link, broker.fleet, console, identity=identity, metrics=metrics, limits=limited)

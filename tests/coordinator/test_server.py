@@ -179,7 +179,7 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
     """A method that cuts each device its own part, as HeteroFL does: of a hundred parts the last few are held."""
     stage.hand("a")
     stage.play()
-    job = stage.server.active
+    job = stage.server.job(stage.job)
 
     def send(state: fedavg.State, view: DeviceView) -> Order:
         width = int(view.device) % 4 + 1

@@ -42,7 +42,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     assert not stage.told(Asked)
     found = why.of(stage.store, stage.job)
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
-    active = stage.server.active
+    active = stage.server.job(stage.job)
     assert active is not None
     assert log.waiting(active.rounds, active.engines, ["a", "b"]) == (
         "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"

@@ -229,7 +229,9 @@ def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
     """A method whose notes are not Unicode; the sentence that says so is."""
     a = stage.hand("a")
     stage.play()
-    monkeypatch.setattr(stage.server.active, "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"]))
+    monkeypatch.setattr(
+        stage.server.job(stage.job), "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"])
+    )
     a.answer(ones())
     stage.play()
     assert stage.store.status(stage.job) == "failed"

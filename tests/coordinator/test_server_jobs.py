@@ -8,11 +8,12 @@ import pytest
 from by_hand import MODEL, TABLE, Hand, Stage, ones
 
 from fedquilt import bundle, tensors, wire
-from fedquilt.coordinator import settings, turns
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import (
     Answered,
     Ended,
 )
+from fedquilt.coordinator.limits import Limits
 
 
 def half_answered(stage: Stage) -> tuple[Hand, Hand]:
@@ -96,21 +97,17 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: 
     assert stage.store.status(broken) == "failed"
 
 
-def test_a_job_whose_boards_never_come_lets_the_next_one_be_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And goes on where it was when its turn comes again: with the answer that it had."""
+def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) -> None:
+    """And goes on where it was when they come back: with the answer that it had."""
     stage = Stage(tmp_path, cohort={"deadline_s": 600.0})
     first, a, b = stage.job, stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
     stage.play()
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    second = stage.store.add(settings.parse({**TABLE, "name": "k"}), stage.folder / "bundle")
-    stage.server._only = None
-    stage.play(20.0 + turns.PATIENCE_S)
-    assert [stage.store.status(job) for job in (first, second)] == ["queued", "running"]
-    assert f"{second} is next" in caplog.text
+    stage.play(25.0)  # longer than a grace
+    second = stage.add("k")
+    stage.play()
     a.answer(ones())
     stage.play()
     assert [stage.store.status(job) for job in (first, second)] == ["running", "done"]
@@ -124,18 +121,14 @@ def test_a_job_whose_boards_never_come_lets_the_next_one_be_done(
 
 
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
-    """Of three, the one that gave way last is the last to come again: none is passed over."""
-    stage = Stage(tmp_path)
-    jobs = [stage.job]
-    for name in "kl":
-        jobs.append(stage.store.add(settings.parse({**TABLE, "name": name}), stage.folder / "bundle"))
-    stage.server._only = None
-    served = []
-    for _ in range(4):
-        stage.play(5.0)
-        served.append(stage.server.active.id)
-        stage.play(turns.PATIENCE_S)
-    assert served == [*jobs, jobs[0]]
+    """Of three with one place, the one that gave way last is the last to come again: none is passed over."""
+    stage = Stage(tmp_path, limits=Limits(running=1))
+    jobs = [stage.job, stage.add("k"), stage.add("l")]
+    served = list[str]()
+    for _ in range(140):
+        stage.play(0.05)
+        served += [job.id for job in stage.server.jobs() if job.id not in served[-1:]]
+    assert served[:4] == [*jobs, jobs[0]]
     stage.store.close()
 
 
@@ -149,7 +142,7 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
     stage.server._only = None
     stage.hand("a")
     stage.play(5.0)
-    assert stage.server.active.id == stage.job
+    assert [job.id for job in stage.server.jobs()] == [stage.job]
     assert [record.message for record in caplog.records if left in record.message] == [
         f"{left} is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`"
     ]

@@ -76,12 +76,12 @@ def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: 
     """Whatever a method makes of finite updates: the job fails, and says which tensor came out so and of whom."""
     a = stage.hand("a")
     stage.play()
-    assert stage.server.active is not None
+    assert stage.server.job(stage.job) is not None
     broken = {**ones(), "1.bias": np.array([np.inf, 1], np.float32)}
     method = dataclasses.replace(
-        stage.server.active.method, step=lambda state, total: dataclasses.replace(state, model=broken)
+        stage.server.job(stage.job).method, step=lambda state, total: dataclasses.replace(state, model=broken)
     )
-    monkeypatch.setattr(stage.server.active, "method", method)
+    monkeypatch.setattr(stage.server.job(stage.job), "method", method)
     a.answer(ones(1.0))
     stage.play()
     assert not stage.told(Committed)

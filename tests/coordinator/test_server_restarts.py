@@ -84,16 +84,16 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     task = a.tasks[-1]
     assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
-    before = stage.server.active.rounds
+    before = stage.server.job(stage.job).rounds
     stage.restart()
     stage.play()
-    after = stage.server.active.rounds
+    after = stage.server.job(stage.job).rounds
     assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
     stage.play(60.0)
     assert len(stage.told(Extended)) == 1
     stage.restart()
     stage.play()
-    assert stage.server.active.rounds.extended
+    assert stage.server.job(stage.job).rounds.extended
     a.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
@@ -106,11 +106,11 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
     (asked,) = stage.told(Asked)
-    before = stage.server.active.rounds
+    before = stage.server.job(stage.job).rounds
     assert before.eligible == {"a", "b", "c"}
     stage.restart()
     stage.play()
-    after = stage.server.active.rounds
+    after = stage.server.job(stage.job).rounds
     assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
     hands[asked.devices[0]].answer(ones())
     stage.play()

@@ -242,7 +242,13 @@ def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable
     """As version 1 of the tables wrote it: what is there is taken for right."""
     runs = three_runs(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db")) as db:
-        for table, column in (("facts", "sum"), ("jobs", "sum"), ("jobs", "head"), ("counters", "sum")):
+        for table, column in (
+            ("facts", "sum"),
+            ("jobs", "sum"),
+            ("jobs", "head"),
+            ("jobs", "submitter"),
+            ("counters", "sum"),
+        ):
             db.execute(f"alter table {table} drop column {column}")
         db.execute("pragma user_version = 1")
     store = opened()
@@ -250,3 +256,21 @@ def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable
     assert store.unsound() == []
     store.append(runs[0], Ended("failed"))
     assert len(list(opened().facts(runs[0]))) == 3
+
+
+def test_a_home_without_submitters_goes_on(
+    tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version 2 of the tables wrote it: its checksums hold, and new runs have a submitter."""
+    monkeypatch.setattr("getpass.getuser", lambda: "")
+    runs = three_runs(tmp_path)
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db")) as db:
+        db.execute("alter table jobs drop column submitter")
+        db.execute("pragma user_version = 2")
+    store = opened()
+    assert store.unsound() == []
+    assert [len(list(store.facts(run))) for run in runs] == [2, 2, 2]
+    store.set_status(runs[0], "stopped")
+    store.add(JOB, tmp_path / "bundle")
+    assert [row.submitter for row in opened().jobs()] == ["", "", "", "ann"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt.coordinator import settings
+from fedquilt.coordinator import limits, settings
 from fedquilt.core import Encoding
 from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
@@ -30,6 +30,9 @@ def section(heading: str) -> str:
         (Encoding, "[wire]", "wire."),
         (settings.Stop, "[stop]", "stop."),
         (settings.Check, "[check]", "check."),
+        (limits.Limits, "How a round goes", ""),
+        (limits.Submitter, "How a round goes", "submitter."),
+        (limits.Retention, "How a round goes", "retention."),
         (settings.Fleet, "[fleet]", ""),
         (DataSpec, "[data]", ""),
         (prepare.Donor, "[[donors]]", ""),
@@ -65,7 +68,9 @@ def test_no_key_is_told_that_is_not_there() -> None:
     """Every row's first cell is a key of the job, of one of its tables, or a network's name."""
     kinds = (settings.Job, settings.Cohort, settings.Fleet, DataSpec, prepare.Donor, images.Input)
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
-    for kind, table in ((Encoding, "wire"), (settings.Stop, "stop"), (settings.Check, "check")):
+    known |= {field.name for field in msgspec.structs.fields(limits.Limits)}
+    tables = {"submitter": limits.Submitter, "retention": limits.Retention}
+    for table, kind in {**tables, "wire": Encoding, "stop": settings.Stop, "check": settings.Check}.items():
         known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
     known |= {*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"}

@@ -97,6 +97,34 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
     assert state_of(again) == 1.0
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("call", ["put", "unlink"])
+def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, restarted: bool
+) -> None:
+    """The disk fails in the middle of one job's answer, another job's comes, and then the first one's again."""
+    local = Local(tmp_path)
+    for job in ("j-1", "k-1"):
+        commit(local, worked(local, private=1.0, job=job))
+    with monkeypatch.context() as failing:
+        failing.setattr(f"fedquilt.disk.Disk.{call}", refuse)
+        with pytest.raises(StoreError):
+            local.settle(KEY, True, {"j-1": Counted(3)})
+    waiting, counted = ({KEY: None}, {})
+    if restarted:
+        local = Local(tmp_path)
+        waiting, counted = local.recover()
+    local.settle(("k-1", 3), True, {**counted, "k-1": Counted(3)})
+    if KEY in waiting:
+        local.settle(KEY, True, {"k-1": Counted(3), "j-1": Counted(3)})
+    assert state_of(local) == state_of(local, "k-1") == 1.0
+
+
+def refuse(*args: object, **named: object) -> None:
+    """A disk's call that fails."""
+    raise OSError(30, "Read-only file system")
+
+
 def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path) -> None:
     """Counted is counted, although the folder is still there."""
     local = Local(tmp_path)

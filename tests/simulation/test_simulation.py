@@ -24,6 +24,10 @@ REPLAYS = (
     "seed=436 rounds=2 size=2 deadline_s=4.0 slow:dev-2,5.0",
     # two boards had been silent, and the slow one of them was asked again and again
     "seed=5155 size=2 deadline_s=4.0 slow:dev-2,5.0 cut:dev-0,3.22,15.0,1",
+    # a disk failed in the middle of one job's answer, and the next job's deleted the private state that it had moved
+    "seed=26 method=fedpews devices=2 rounds=1 jobs=2 refuse:dev-1,106,1,readonly",
+    # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
+    "method=scaffold also=fedavg jobs=2 rounds=4",
 )
 
 
@@ -55,6 +59,7 @@ def test_every_kind_of_fault_has_happened(played: list[search.Played]) -> None:
     covered = {name for part in played for name in part.covered}
     if len(played) < len(SEEDS) // PART:
         pytest.skip("not all seeds were played")
+    assert covered >= {"one job", "two jobs at once"}
     assert covered >= KINDS.keys() - set(LATER)
     assert covered >= {"power", "codec int8", "codec topk", "ended by its disk", *(f"method {name}" for name in HERE)}
     assert covered >= {f"crash at {call}" for call in ("read", "write", "sync", "name", "publish", "published")}

@@ -42,7 +42,7 @@ class Live(Console):
 
     def wait(self, server: Server) -> None:
         """Show how many boards have started, until the first round, and then the round."""
-        job = server.active
+        job = next(iter(server.jobs()), None)
         if job is None:
             return
         state = job.rounds

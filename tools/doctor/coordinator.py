@@ -118,13 +118,11 @@ def waiting(home: Path, store: Store) -> list[Finding]:
             return [warning("FQ507", said, f"fedquilt serve --home {home}")]
         return [ok("FQ507", f"nothing waits in {home}; no coordinator serves it now")]
     told = [ok("FQ507", f"a coordinator serves {home}")]
-    running = next((row for row in open_ if row.status != "queued"), None)
-    if running is not None and (finding := _stuck(running, store)) is not None:
-        told.append(finding)
-    queued = [row for row in open_ if row is not running]
-    if queued and running is not None:
-        behind = ", ".join(row.id for row in queued[:SHOWN])
-        told.append(ok("FQ508", f"{len(queued)} wait behind {running.id} ({behind}): one runs at a time"))
+    running = [row for row in open_ if row.status != "queued"]
+    told += [finding for row in running[:SHOWN] if (finding := _stuck(row, store)) is not None]
+    if running and (queued := [row.id for row in open_ if row not in running]):
+        behind, limit = ", ".join(queued[:SHOWN]), "coordinator.toml of the home says how many run at once"
+        told.append(ok("FQ508", f"{len(queued)} wait for a place behind {len(running)} that run ({behind}): {limit}"))
     return told
 
 

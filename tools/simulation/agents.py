@@ -288,7 +288,7 @@ class _Waiting:
         self._run, self._busy_s = run, 0.0
 
     def look(self, server: Server, now_s: float) -> None:
-        job = server.active
+        job = server.job(self._run)
         if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
             self._busy_s = now_s
         elif now_s > self._busy_s + WAITS_S:
@@ -300,7 +300,7 @@ class _Waiting:
 
 def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
     """Where the running round stands, as its facts and its boards tell."""
-    job = server.active
+    job = server.job(run)
     if job is None:
         return f"{run}: {len(agents)} boards are there"
     state = job.rounds

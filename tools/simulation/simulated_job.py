@@ -159,7 +159,7 @@ class Simulation:
             due_s = self._server.step(self.now_s)
             if orders := self._in_turn(self.fleet.waiting):
                 return orders
-            job = self._server.active
+            job = self._server.job(self.run)
             if job is None and not self.over:
                 self._not_begun()
                 break
@@ -182,7 +182,7 @@ class Simulation:
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """Outcome of an order."""
-        task, job = self.fleet.at_work(device), self._server.active
+        task, job = self.fleet.at_work(device), self._server.job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
             if all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
                 job.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
@@ -211,7 +211,7 @@ class Simulation:
         first = [order for order in orders if order.device not in self.adversaries]
         if first or not orders:
             return first
-        job = self._server.active
+        job = self._server.job(self.run)
         assert job is not None
         for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
             if device not in self.adversaries and device not in self._overheard.heard(job.rounds.round):

@@ -25,7 +25,7 @@ def parsed(text: str, seed: int | None) -> Schedule:
         JobError: it is none.
     """
     found = schedule.parse(text)
-    _require([found.method], [])
+    _require([found.method, *filter(None, [found.also])], [])
     return found if seed is None else msgspec.structs.replace(found, seed=seed)
 
 

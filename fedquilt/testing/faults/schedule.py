@@ -149,6 +149,7 @@ class Schedule(msgspec.Struct, frozen=True):
     deadline_s: float = 20_000.0
     check: int = 0  # rounds between evaluations
     jobs: int = 1
+    also: str = ""  # method of the jobs after the first; "": the same
     payload: int = 1 << 20  # bytes of the largest message
     faults: tuple[AnyFault, ...] = ()
 
@@ -161,6 +162,12 @@ class Schedule(msgspec.Struct, frozen=True):
     def settings(self) -> Schedule:
         """The same federation without faults, whatever is drawn."""
         return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20)
+
+    def of(self, number: int) -> Schedule:
+        """The same federation as one of its jobs sees it, by the job's number."""
+        if not number or not self.also:
+            return self
+        return msgspec.structs.replace(self, method=self.also, codec="raw", also="")
 
     def text(self) -> str:
         """Words from which `parse` makes the same schedule."""
@@ -244,7 +251,10 @@ def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Sched
     every = [_crash, _crash, _crash, _refuse, _noise, _noise, _cut, _broker, _jump, _slow, _worker, _stop, _second]
     every += [*([] if base.forced else [_newer]), *(_DRAW[kind] for kind in kinds)]
     count = roll.choice([1, 1, 2, 2, 3, 4])
-    return msgspec.structs.replace(base, faults=tuple(roll.choice(every)(roll, base) for _ in range(count)))
+    faults = tuple(roll.choice(every)(roll, base) for _ in range(count))
+    if base.jobs > 1 or roll.random() < 0.2:  # jobs side by side, half of the time of different methods
+        base = msgspec.structs.replace(base, jobs=2, also=roll.choice(["", roll.choice(methods)]))
+    return msgspec.structs.replace(base, faults=faults)
 
 
 def _who(roll: random.Random, base: Schedule) -> str:

@@ -61,9 +61,10 @@ class Theatre:
 
     def truths(self, plan: Schedule) -> dict[str, Truth]:
         """What the schedule's jobs should come to, by their ids."""
-        if plan.method not in self._shops:
-            self._shops[plan.method] = Workshop(plan.method, self.place)
-        return {_id(number): Truth(plan, self._shops[plan.method], number) for number in range(plan.jobs)}
+        plans = [plan.of(number) for number in range(plan.jobs)]
+        for name in {each.method for each in plans} - self._shops.keys():
+            self._shops[name] = Workshop(name, self.place)
+        return {_id(number): Truth(each, self._shops[each.method], number) for number, each in enumerate(plans)}
 
     def _database(self) -> bytes:
         """A coordinator's database without jobs."""
@@ -203,7 +204,7 @@ class World:
     def _idle(self) -> bool:
         """Whether the coordinator serves no job, though nobody has stopped one: none is left to be served."""
         inner = self.coordinator.inner
-        if inner is None or inner.active is not None or self._agenda:
+        if inner is None or inner.jobs() or self._agenda:
             return False
         with self._operator() as store:
             return all(store.status(id) in ("done", "failed") for id in self.truths)

@@ -1,0 +1,65 @@
+"""Limits that are common to the jobs of one coordinator: coordinator.toml in its home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt import config, units
+from fedquilt.core import JobError
+
+FILE: Final = "coordinator.toml"
+
+
+class Submitter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one submitter: [submitter]."""
+
+    running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # largest share of the boards online that its jobs have at a time
+
+
+class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ended runs that are kept: [retention]. With both, runs that both select are deleted; with neither, none."""
+
+    keep: Annotated[int, Meta(ge=0)] | None = None
+    older_than: str | None = None
+
+    @property
+    def older_s(self) -> float | None:
+        """`older_than` in seconds.
+
+        Raises:
+            JobError: it is no age.
+        """
+        if self.older_than is None:
+            return None
+        try:
+            return units.age_s(self.older_than)
+        except ValueError as error:
+            raise JobError(f"[retention] older_than = {error}") from None
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of them."""
+
+    running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
+    submitter: Submitter = Submitter()
+    retention: Retention = Retention()
+
+
+def load(home: Path) -> Limits:
+    """The limits in a home; where it has no coordinator.toml, the defaults.
+
+    Raises:
+        JobError: the file cannot be read, or has an unknown key or a value out of range.
+    """
+    path = home / FILE
+    if not path.exists():
+        return Limits()
+    with config.naming(str(path)):
+        found: Limits = config.convert(config.read(path), Limits, "a coordinator's settings")
+        _ = found.retention.older_s
+    return found

@@ -1,0 +1,365 @@
+"""One job that a coordinator serves: its messages, its next facts, and the tasks and updates of its devices.
+
+`Desk` is what the jobs of a coordinator share. A `Serving` never touches another job's boards: it asks those that
+`Loans` lets it have, and takes back its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
+
+from fedquilt import wire
+from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
+from fedquilt.coordinator.executors import Executor
+from fedquilt.coordinator.fleet import GRACE_S, Registry
+from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.loans import Loans
+from fedquilt.coordinator.store import Store
+from fedquilt.core import FedquiltError, JobError, StoreError, Update
+from fedquilt.logs import about
+
+log = logging.getLogger("fedquilt.coordinator")
+
+Observe = Callable[[Running, facts.AnyFact], None]
+
+
+class Desk:
+    """What the jobs of one coordinator share: its devices, their executor, the store, and which job has which board.
+
+    Args:
+        observe: `observe(job, fact)` is called with each new fact.
+    """
+
+    def __init__(self, executor: Executor, store: Store, observe: Observe) -> None:
+        self.executor, self.store, self.observe = executor, store, observe
+        self.registry, self.loans = Registry(), Loans()
+        self.jobs: dict[str, Serving] = {}  # by id, in the order in which they were taken up
+        self.news: dict[str, Running] = {}  # jobs with changes that have not been published yet
+        self.fetching: dict[str, Serving] = {}  # device -> the job that its blobs are fetched for
+        self.later: list[tuple[Serving, admission.Action]] | None = None  # what is done once messages are heard
+
+    def withdraw(self, device: str, job: str, now_s: float) -> None:
+        """Withdraw a device's task, unless it is another job's, and let a job that waits for the device have it."""
+        if not self.loans.take_back(device, job, now_s):
+            fetched = self.fetching.get(device)
+            if fetched is not None and fetched.id == job:
+                self.executor.fetch(device, ())
+            return
+        self.executor.withdraw(device)
+        self.fetching.pop(device, None)
+        self.available(device, now_s)
+
+    def back(self, device: str, job: str, now_s: float) -> None:
+        """Note that a job has nothing for a device that it was to have."""
+        if self.loans.take_back(device, job, now_s):
+            self.available(device, now_s)
+
+    def available(self, device: str, now_s: float) -> None:
+        """Send a device the task that could not be sent to it yet, if there is one."""
+        for serving in self.jobs.values():
+            if device in serving.unsent:
+                serving.unsent.remove(device)
+                serving.issue(device, now_s)
+
+    def answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
+        """Tell a device what became of its update."""
+        ack = wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000])
+        self.executor.answer(device, ack)
+
+    def renew(self, above: int) -> None:
+        """Go on as a later start of the coordinator than this one, if it is not one already."""
+        if above >= self.store.epoch:
+            self.executor.renew(self.store.next_epoch(above))
+            for id in self.jobs:
+                self.store.begin(id)
+
+    def in_use(self, but: Serving | None = None) -> set[str]:
+        """Blobs that the jobs at work need beside those that the log names. `but`: a job to leave out."""
+        return set[str]().union(*(serving.in_use() for serving in self.jobs.values() if serving is not but))
+
+
+class Serving:
+    """A job at work, with what is known of its devices' tasks and updates beside its log.
+
+    Raises, from every method that has `now_s`:
+        StoreError: nothing can be written any more.
+    """
+
+    def __init__(self, desk: Desk, job: Running, submitter: str, waits_s: float, now_s: float) -> None:
+        self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
+        self._waits_s = waits_s  # when it was first taken up, by this coordinator
+        self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
+        self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
+        self._arriving: admission.Arriving = {}
+        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
+        self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
+        self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or has been stopped."""
+        return self.job.rounds.phase in ("done", "failed", "stopped")
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Devices asked that have not answered."""
+        return self.job.rounds.asked
+
+    def next_s(self) -> float:
+        """Time at which `advance` may do something without an event."""
+        timeout_s = self.job.job.cohort.start_timeout_s
+        late_s = math.inf if timeout_s is None or not rounds.starting(self.job.rounds) else self._waits_s + timeout_s
+        return min(rounds.next_s(self.job.rounds), late_s)
+
+    def begin(self, now_s: float) -> None:
+        """Go on where the log ends: open tasks are sent again."""
+        self._desk.store.begin(self.id)
+        if self.job.rounds.phase in ("stopped", "failed"):
+            self.record(facts.Resumed(), now_s)
+        self.issue_all(now_s)
+        self.tell()
+
+    def issue_all(self, now_s: float) -> None:
+        """Send every device its task (again)."""
+        for device in sorted(self.asked):
+            self.issue(device, now_s)
+
+    def give_up(self, now_s: float) -> None:
+        """Take all tasks back; the job is as its log has it."""
+        self._take_back(self.asked | set(self.job.rounds.silent), now_s)
+
+    def wait(self, now_s: float) -> turns.Wait:
+        """How long it has waited for boards."""
+        if not rounds.idle(self.job.rounds, self._able(now_s)):
+            self._busy_s = now_s
+        return turns.Wait(now_s - self._busy_s, self.job.rounds.phase != "selecting")
+
+    def claim(self, now_s: float) -> turns.Claim:
+        """What it has had of the boards' time."""
+        had_s = self._had_s(now_s)
+        round_s, until_s = self._rounds_s
+        working = not rounds.idle(self.job.rounds, self._able(now_s))
+        return turns.Claim(had_s, max(round_s, had_s - until_s), self.job.rounds.roll, working)
+
+    def level(self, least_s: float, now_s: float) -> None:
+        """Count as much of the boards' time as the job at work that has had least, if this one waits for no other's.
+
+        What it did not use while its boards were not there is not made up for later.
+        """
+        able = self._able(now_s)
+        if rounds.idle(self.job.rounds, able) and self._desk.loans.elsewhere(self.id).isdisjoint(able):
+            self._desk.loans.level(self.id, least_s * self.job.job.priority, now_s)
+            self._rounds_s = (self._rounds_s[0], self._had_s(now_s))
+
+    def _had_s(self, now_s: float) -> float:
+        return self._desk.loans.seconds(self.id, now_s) / self.job.job.priority
+
+    def in_use(self) -> set[str]:
+        """Blobs that it needs, beside those of its log: its bundle, its state, its tasks', and updates on their way."""
+        coming = blobs([*self.job.rounds.answered.values(), *self._arriving.values(), *self._begun.values()])
+        return self.job.pinned() | self.job.sent() | coming
+
+    def tell(self) -> None:
+        """Publish the job's state at the end of this step."""
+        self._desk.news[self.id] = self.job
+
+    # -- messages --
+
+    def claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
+        """A device has accepted or declined a task of this job."""
+        profile = self._desk.registry.profile_of(device)
+        mending.compare(self.job.rounds, self.id, device, claim, self._behind)
+        event = admission.Claimed(device, claim)
+        self.happened(
+            event if claim.accepted else admission.Claimed(device, claim, self.job.ask(device, profile)), now_s
+        )
+
+    def offered(self, device: str, update: Update, told: Update, now_s: float) -> None:
+        """A device has an update of this job; `told` is what is kept of the message."""
+        self.happened(admission.Offered(device, told, unfit=self.job.unfit(update)), now_s)
+
+    def happened(self, event: admission.Event, now_s: float) -> None:
+        """Apply an event: facts first, then actions."""
+        step = admission.heard(self.id, self.job.rounds, self._arriving, event, now_s)
+        self._arriving = step.arriving
+        for fact in step.facts:
+            self.record(fact, now_s)
+        for action in step.actions:
+            self._act(action, now_s)
+
+    # -- actions --
+
+    def _act(self, action: admission.Action, now_s: float) -> None:
+        """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
+        if self._desk.later is None or isinstance(action, admission.Fetch | admission.Examine):
+            self.do(action, now_s)
+        else:
+            self._desk.later.append((self, action))
+
+    def do(self, action: admission.Action, now_s: float) -> None:
+        """Carry out an action."""
+        match action:
+            case admission.Issue(device):
+                self.issue(device, now_s)
+            case admission.Withdraw(device):
+                self.unsent.discard(device)
+                self._desk.withdraw(device, self.id, now_s)
+                self._let_go(device)
+            case admission.Patience(device):
+                self._desk.executor.be_patient(device)
+            case admission.Fetch(device, update):
+                self._let_go(device, update)
+                self._begun[device] = update
+                self._desk.fetching[device] = self
+                self._desk.executor.fetch(device, update.bundles.values())
+            case admission.Examine(device, update):
+                self._examine(device, update, now_s)
+            case admission.Answer(device, update, accepted, reason):
+                self._desk.answer(device, update, accepted, reason)
+            case admission.Discard(update):
+                self._discard(update)
+            case admission.Renew(device, epoch):
+                self._renew(device, epoch, now_s)
+
+    def _renew(self, device: str, above: int, now_s: float) -> None:
+        """Send a device its task with an epoch later than the one with which it counted the round."""
+        self._desk.renew(above)
+        self.issue(device, now_s)
+
+    def _let_go(self, device: str, instead: Update | None = None) -> None:
+        """Drop what has come of the last update that a device began to send, unless it sends the same again.
+
+        So a device has one unfinished update of a job on the disk, no larger than one may be, whatever it offers.
+        """
+        begun = self._begun.pop(device, None)
+        if begun is not None and (instead is None or begun.bundles != instead.bundles):
+            self._discard(begun)
+
+    def _examine(self, device: str, update: Update, now_s: float) -> None:
+        """Read an update, and let count what it holds."""
+        examined = self.job.examined(device, update, self._desk.registry.profile_of(device), now_s)
+        if examined.odd:
+            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
+        self.happened(examined, now_s)
+
+    def _discard(self, update: Update) -> None:
+        """Drop the blobs of an update that have no other use."""
+        kept = blobs([*self.job.rounds.answered.values(), *self._arriving.values()])
+        self._drop(blobs([update]) - kept - self.job.sent())
+
+    def _drop(self, superfluous: set[str]) -> None:
+        """Drop blobs that the job does not need, as far as no other job does."""
+        desk = self._desk  # other jobs may have the same content
+        for sha256 in superfluous - self.job.pinned() - desk.in_use(but=self) - desk.store.held(but=self.id):
+            desk.store.depot.drop(sha256)
+
+    def issue(self, device: str, now_s: float) -> None:
+        """Send a device its task of the running round (again), as soon as it can be sent."""
+        job, desk = self.job, self._desk
+        if device not in job.rounds.asked:
+            return
+        profile = desk.registry.profile_of(device)
+        # after a restart the profile, which names its engine, may not be here yet
+        if not desk.loans.lend(device, self.id, now_s) or profile is None:
+            return self.unsent.add(device)
+        engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
+        try:
+            task = job.task(device, engine, profile, now_s)
+        except Exception as error:
+            return self._fail(error, now_s)
+        if task is None:
+            nothing = "the method has nothing for it now"
+            self.record(facts.Declined(job.rounds.round, device, facts.NOTHING, nothing), now_s)
+            return desk.back(device, self.id, now_s)
+        try:
+            return desk.executor.send(device, task, now_s)
+        except FedquiltError as error:
+            return self._fail(error, now_s)
+
+    # -- decisions --
+
+    def advance(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
+        """Make one decision, if one is due.
+
+        Args:
+            now_s: seconds of the coordinator's clock.
+            left: devices that are left to other jobs, beside those that they have.
+            most: number of devices that may be asked now.
+        """
+        job = self.job
+        try:
+            if job.rounds.phase == "closing":
+                with self._desk.executor.tended():  # a method may compute for longer than a broker waits for a word
+                    fact: facts.AnyFact | None = job.commit(now_s)
+            else:
+                busy = self._desk.loans.elsewhere(self.id) | left
+                waits_s = now_s - self._waits_s
+                fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, waits_s)
+        except mending.LostUpdateError as lost:
+            fact = facts.Lost(job.rounds.round, lost.device, lost.reason)
+        except Exception as error:
+            self._fail(error, now_s)
+            return True
+        if fact is not None:
+            self.record(fact, now_s)
+        return fact is not None
+
+    def _able(self, now_s: float) -> Collection[str]:
+        return self._desk.registry.able(self.job.engines, now_s).keys()
+
+    def _at_work(self, now_s: float) -> set[str]:
+        """Devices with a task, whatever else is known of them.
+
+        Just after a start these are all devices asked: boards that are away for a moment, as they may have been
+        when their wills were published, get the same grace as with a coordinator that has been running all along.
+        """
+        asked = set(self.asked)
+        return asked if now_s < self._opened_s + GRACE_S else asked.intersection(self._able(now_s))
+
+    def _fail(self, error: Exception, now_s: float) -> None:
+        """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
+        if isinstance(error, StoreError | MemoryError):
+            raise error
+        log.error("%s failed in its method", self.id, exc_info=error, extra=about(run=self.id))
+        self.record(facts.failed(error), now_s)
+
+    def record(self, fact: facts.AnyFact, now_s: float) -> None:
+        """Write a fact, then act on it."""
+        job = self.job
+        before = job.rounds
+        try:
+            job.record(fact, now_s)
+        except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
+            return self._fail(error, now_s)
+        if not isinstance(fact, facts.Answered) and not self._arriving.keys() <= job.rounds.asked:
+            self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
+        self._desk.observe(job, fact)
+        match fact:
+            case facts.Asked():
+                for device in fact.devices:
+                    self.issue(device, now_s)
+                self._take_back(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
+            case facts.Answered():
+                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
+            case facts.Lost():
+                ids = about(run=job.id, round=fact.round, device=fact.device)
+                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
+                self._renew(fact.device, self._desk.store.epoch, now_s)
+            case facts.Closed() | facts.Ended():
+                self._take_back(before.asked | set(before.silent), now_s)
+            case facts.Committed():
+                spent = job.spent(before)
+                job.committed()
+                had_s = self._had_s(now_s)
+                self._rounds_s = (had_s - self._rounds_s[1], had_s)
+                self._drop(spent)
+        self.tell()
+
+    def _take_back(self, devices: Collection[str], now_s: float) -> None:
+        """Withdraw tasks. `Reopened` withdraws none: a device that the next attempt asks too works on."""
+        for device in sorted(devices):
+            self._act(admission.Withdraw(device), now_s)
