@@ -96,11 +96,11 @@ Policy: TypeAlias = Callable[[Cohort, Known, Asks], float | None]
 
 
 def amount(work: Work) -> float:
-    """Work as one number: operations, as if a device had one example of its own.
+    """Work as one number: operations, as if a device had as many examples of its own as the task uses at most, or one.
 
     Only the device knows how many it has; its measured pace makes up for that.
     """
-    return work.on(1).flops
+    return work.on(work.examples or 1).flops
 
 
 def expected_s(work: Work, profile: Profile | None, point: str | None = None, examples: int = 1) -> float | None:
@@ -157,20 +157,21 @@ class Fleet(NamedTuple):
     logs: tuple[float, ...]  # median of log(time / profile) of each device
     rest_s: float  # longest time outside the task itself
     pace_s: float | None  # slowest pace
-    examples: int = 1  # most that a device has
+    examples: int = 0  # most that a device has; 0: none has told
 
     @staticmethod
     def of(known: Known) -> Fleet:
         """Summarise the durations of all devices."""
         logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
         rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
-        examples = max((each.examples for took in known.values() for each in took), default=1)
+        examples = max((each.examples for took in known.values() for each in took), default=0)
         return Fleet(logs, rest_s, max((pace(took) for took in known.values()), default=None), examples)
 
 
 def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
     """Time that a device exceeds once in ten rounds; None: nothing to predict it from."""
-    many = took[-1].examples if took else fleet.examples  # only the device knows how many it has, until it has told
+    told = took[-1].examples if took else fleet.examples  # only the device knows how many it has, until it has told
+    many = told or ask.work.examples or 1
     base_s, own = ask.expected_s(many), _logs(took)
     if base_s is not None and own:
         return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
@@ -181,7 +182,7 @@ def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
         return max(fleet.rest_s, fetch_s) + base_s * _p90(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * ask.amount
-    if base_s is not None and not ask.work.flops_per_example:  # else the profile predicts only half of it
+    if base_s is not None and (ask.work.examples or not ask.work.flops_per_example):  # else it is half a prediction
         return fetch_s + base_s * _p90((), FLEET_SPREAD)
     return None
 
