@@ -34,7 +34,7 @@ from fedquilt.core import MemoryBudgetError, ModelError
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.graph_check import Graph
 
-BASE_BYTES = 84_000_000  # resident beside weights and activations: Python, numpy, the runtime, pieces that it freed
+BASE_BYTES = footprint.need_bytes("onnx", 0)  # resident beside weights and activations
 LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
 LOADED = 2.0  # factor afterwards: 1.8 measured
 WIDER = 2  # factor on its activations in an optimized session, which lays them out anew

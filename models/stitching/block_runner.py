@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt import footprint, tensors
 from fedquilt.core import Site, Tensors
 from fedquilt.data import images, inputs
 from fedquilt.models.stitching import stitched
@@ -52,7 +52,7 @@ class Flow:
     def __init__(self, site: Site, blocks: Iterable[Block], flops: float) -> None:
         self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
         room, blocks = site.engine.room_bytes, list(blocks)
-        largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
+        largest = max(footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))

@@ -66,7 +66,7 @@ def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flo
 
 
 @pytest.mark.parametrize("size", [1, 4, 64])
-@pytest.mark.parametrize("room_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("room_bytes", [0, 8 << 20])
 def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp_path: Path) -> None:
     """A layer in three tiles, any number of examples at a time, in memory or in a file; no tile is loaded twice."""
     run, runner, seen = flowing(tmp_path, size, room_bytes)
