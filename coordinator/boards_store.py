@@ -7,6 +7,7 @@ put aside. Readings are kept in three steps, coarser with age; a board that has 
 from __future__ import annotations
 
 import itertools
+import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator.boards import Board, Reading
+from fedquilt.coordinator.store_rows import transaction
 from fedquilt.core import StoreError
+from fedquilt.disk import PRIVATE
 
 NAME: Final = "boards.db"
 VERSION: Final = 1  # of the tables
@@ -82,7 +85,12 @@ class BoardStore:
         self._db.close()
 
     def _opened(self, writes: bool) -> sqlite3.Connection:
-        db = sqlite3.connect(self._home / NAME, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        path = self._home / NAME
+        if writes:
+            PRIVATE.ensure(path)  # SQLite gives its other files the same mode
+            db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        else:
+            db = self._readable(path)
         try:
             found = int(db.execute("pragma user_version").fetchone()[0])
             if found > VERSION:
@@ -100,11 +108,18 @@ class BoardStore:
             raise
         return db
 
+    def _readable(self, path: Path) -> sqlite3.Connection:
+        """Open the database so that nothing is written, nor needs to be: its reader may have no right to."""
+        logged = path.with_name(f"{NAME}-wal").exists()  # else nobody writes, or has anything to write still
+        asks = "mode=ro" if logged or os.access(self._home, os.W_OK) else "mode=ro&immutable=1"
+        uri = f"{path.absolute().as_uri()}?{asks}"
+        return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
+
     # -- writing --
 
     def write(self, boards: Iterable[Board], readings: Iterable[tuple[str, Reading]]) -> None:
         """Store boards as they are now, and readings of the finest step, each of a board that is stored."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
                 "on conflict (device) do update set body = excluded.body",
@@ -118,7 +133,7 @@ class BoardStore:
 
     def tidy(self, now: float) -> None:
         """Make coarser readings of finer ones, drop those that are old, and forget boards that have long been away."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
                 begin = 0 if last is None else last + to
@@ -129,7 +144,7 @@ class BoardStore:
 
     def forget(self, devices: Collection[str]) -> None:
         """Delete boards with their readings."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             for device in devices:
                 self._db.execute(
                     "delete from readings where board = (select id from boards where device = ?)", (device,)
@@ -173,17 +188,6 @@ class BoardStore:
         query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        self._db.execute("begin immediate")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
-            raise
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
-from fedquilt.disk import REAL, Disk, Lock
+from fedquilt.disk import PRIVATE, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
@@ -59,6 +59,16 @@ class Unreadable(NamedTuple):
     reason: str
 
 
+def served(home: Path, disk: Disk = PRIVATE) -> bool:
+    """Whether a coordinator holds a home; nothing is written there.
+
+    Raises:
+        StoreError: the home cannot be read.
+    """
+    with storing(home):
+        return disk.locked(home / "lock")
+
+
 class Store:
     """One coordinator's folder.
 
@@ -71,7 +81,7 @@ class Store:
         StoreError: the folder or database cannot be read or written.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = REAL) -> None:
+    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE) -> None:
         self.home, self._disk = home, disk
         with storing(home):
             (disk.settle if durable else disk.make)(home)
@@ -114,13 +124,7 @@ class Store:
 
     def served(self) -> bool:
         """Whether a coordinator holds this folder, this process included."""
-        if self._lock is not None:
-            return True
-        with storing(self.home):
-            probe = self._disk.lock(self.home / "lock", shared=True)  # several may test at once
-        if probe is not None:
-            probe.close()
-        return probe is None
+        return self._lock is not None or served(self.home, self._disk)
 
     def next_epoch(self, above: int = 0) -> int:
         """Number of this start of a coordinator here, from 1.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +32,7 @@ class DamagedRunError(JobError):
 
 @contextmanager
 def storing(home: Path) -> Iterator[None]:
-    """What goes wrong with a home's database and folder in here, as a sentence about that home.
+    """Turn errors of a home's database and folder, raised in the body, into a sentence about that home.
 
     Raises:
         StoreError: in place of SQLite's and the system's errors.
@@ -45,6 +45,24 @@ def storing(home: Path) -> Iterator[None]:
                 f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
             ) from None
         raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
+    """Make the statements of the body one transaction, which is taken back if the body raises.
+
+    Args:
+        db: whose statements are transactions of their own otherwise.
+        kind: SQLite's word for when it locks the database.
+    """
+    db.execute(f"begin {kind}")
+    try:
+        yield
+        db.execute("commit")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("rollback")
+        raise
 
 
 class Stored(NamedTuple):
@@ -104,17 +122,9 @@ class Rows:
         self._db, self._home = db, home
         self._seen: dict[str, tuple[int, bytes]] = {}  # job -> last fact that `sound` has compared, and its checksum
 
-    @contextmanager
-    def together(self, kind: str = "immediate") -> Iterator[None]:
+    def together(self, kind: str = "immediate") -> AbstractContextManager[None]:
         """One transaction: all of it or nothing."""
-        self._db.execute(f"begin {kind}")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
-            raise
+        return transaction(self._db, kind)
 
     # -- jobs --
 
@@ -124,7 +134,7 @@ class Rows:
         return [(row := Stored(*each[:-1]), row.sum == each[-1]) for each in found]
 
     def job(self, id: str) -> Stored | None:
-        """A job; None: there is none."""
+        """Row of a job; None: no job has this id."""
         found = self._db.execute(f"select {_COLUMNS}, sum from jobs where id = ?", (id,)).fetchone()  # noqa: S608
         if found is None:
             return None
@@ -139,7 +149,7 @@ class Rows:
         self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.sum))  # noqa: S608
 
     def change(self, id: str, **values: Any) -> None:
-        """Change columns of a job, within `together`; nothing happens if there is none."""
+        """Change columns of a job, if there is such a job; call it within `together`."""
         row = self.job(id)
         if row is not None:
             row = row._replace(**values)
@@ -147,7 +157,7 @@ class Rows:
             self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), row.sum, id))  # noqa: S608
 
     def remove(self, id: str) -> None:
-        """Delete a job with its facts, within `together`."""
+        """Delete a job and its facts; call it within `together`."""
         self._db.execute("delete from facts where job = ?", (id,))
         self._db.execute("delete from jobs where id = ?", (id,))
 
@@ -167,7 +177,7 @@ class Rows:
     # -- facts --
 
     def append(self, facts: Iterable[tuple[str, float, str]]) -> None:
-        """Insert facts (job, wall-clock seconds, JSON), within `together`."""
+        """Insert facts (job, wall-clock seconds, JSON); call it within `together`."""
         heads: dict[str, bytes] = {}
         for job, at, body in facts:
             if job not in heads:

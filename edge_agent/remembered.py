@@ -56,7 +56,7 @@ class Entry(Wired, frozen=True):
 
 
 class Ledger(Wired, frozen=True):
-    """Content of counted.json, which has a checksum as messages have it."""
+    """Content of counted.json: what is remembered of each job."""
 
     jobs: dict[Name, Entry]
 

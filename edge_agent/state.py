@@ -48,7 +48,7 @@ SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 
 
 class Lessons(Wired, frozen=True):
-    """Content of learned.json, which has a checksum as messages have it."""
+    """Content of learned.json: what earlier tasks of each workload have taught about speed and power."""
 
     workloads: dict[Label, Learned]
 

@@ -61,6 +61,8 @@ class Disk:
         OSError: as the operating system has it.
     """
 
+    withheld = 0  # bits of the modes of new files and folders that nobody gets, beside those of the process's umask
+
     # -- what is there --
 
     def stat(self, path: Place) -> Found | None:
@@ -147,8 +149,16 @@ class Disk:
             payload: all that it holds afterwards.
             new: the file must not exist yet.
         """
-        with open(path, "xb" if new else "wb", buffering=0) as file:
-            _write(file.fileno(), payload, 0)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._mode)
+        try:
+            _write(file, payload, 0)
+        finally:
+            os.close(file)
+
+    def ensure(self, path: Place) -> None:
+        """Make an empty file where there is none; one that is there stays as it is."""
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode))
 
     def write_at(self, path: Place, payload: bytes, offset: int) -> None:
         """Write a part of an existing file."""
@@ -160,7 +170,7 @@ class Disk:
 
     def resize(self, path: Place, size: int) -> None:
         """Give a file this size, with holes where nothing was written; it is made if it does not exist."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         try:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
@@ -194,8 +204,8 @@ class Disk:
             os.utime(path)
 
     def make(self, folder: Place) -> None:
-        """Make a folder and those above it, as far as they are missing."""
-        os.makedirs(folder, exist_ok=True)
+        """Make a folder and those above it, as far as they are missing; `withheld` is for the folder alone."""
+        os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
     def settle(self, folder: Place) -> None:
         """Make a folder as `make` does, and wait until it has its name on the disk.
@@ -255,18 +265,31 @@ class Disk:
 
     # -- shared with other processes --
 
-    def lock(self, path: Place, *, shared: bool = False, tries: int = 1) -> Lock | None:
+    def locked(self, path: Place) -> bool:
+        """Whether somebody holds a lock on a file, this process included; nothing is made or changed."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
+    def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
         """Lock a file, which is made if it does not exist; None: another process holds it.
 
         Args:
             path: of the file.
-            shared: several may hold it so at once.
-            tries: a few, where somebody may hold it for a moment only.
+            tries: a few, as `locked` of another process holds it for a moment.
         """
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         for left in reversed(range(tries)):
             try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return Lock(file)
             except BlockingIOError:
                 if left:
@@ -282,10 +305,22 @@ class Disk:
         """
         import sqlite3  # of no use to an agent
 
+        self.ensure(path)  # SQLite gives its other files the same mode
         return sqlite3.connect(path, timeout=10, isolation_level=None)
+
+    @property
+    def _mode(self) -> int:
+        return 0o666 & ~self.withheld
+
+
+class Private(Disk):
+    """A `Disk` whose new files and folders are for this user alone, whatever the umask."""
+
+    withheld = 0o077
 
 
 REAL: Final = Disk()  # the machine's own
+PRIVATE: Final = Private()
 
 
 def _found(name: str, stat: os.stat_result) -> Found:

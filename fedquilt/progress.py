@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, TextIO
 
-from fedquilt import units
+from fedquilt import threads, units
 
 QUIET_S: Final = 5.0
 EVERY_S: Final = 10.0
@@ -128,22 +128,9 @@ LINE: Final = Line()
 """The line of this process on standard error: all that a command does shows itself here."""
 
 
-@contextmanager
-def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]:
+def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:
     """Call `tell` in a thread of its own again and again, while the body computes or waits without a word."""
-    over = threading.Event()
-
-    def tick() -> None:
-        while not over.wait(every_s):
-            tell()
-
-    thread = threading.Thread(target=tick, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return threads.repeating(tell, every_s, "progress")
 
 
 @contextmanager

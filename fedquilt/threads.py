@@ -1,9 +1,39 @@
-"""Thread settings of numeric libraries.
+"""Thread settings of numeric libraries, and a thread that repeats a call while another one computes."""
 
-Idle threads that spin slow down the working ones, ten times where agents share a host; numpy's products
-are small here. Libraries read these variables as they load, so they are set before, or for a new process.
-"""
+from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Idle threads that spin slow down the working ones, ten times where agents share a host; numpy's products are small
+here. Libraries read these variables as they load, so they are set before, or for a new process."""
+
+
+@contextmanager
+def repeating(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Call `call` in a thread of its own until it returns False or the body ends.
+
+    The body must not use what `call` uses. It has to release the interpreter's lock now and then, as numpy does and
+    as any Python code does.
+
+    Args:
+        call: False ends the repetition; what else it returns has no meaning.
+        every_s: seconds before the first call, and between two.
+        name: of the thread.
+    """
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(every_s) and call() is not False:
+            pass
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -11,7 +11,12 @@ K-means is this file's own: a coordinator may run on a small board, and scikit-l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import Tensors, UpdateError
 
 RESTARTS, STEPS = 10, 100
 
@@ -60,10 +65,31 @@ def join(point: np.ndarray, centres: list[np.ndarray], members: list[int]) -> in
     return k
 
 
-def is_subspace(fingerprint: np.ndarray) -> bool:
-    """Whether each column of (d, directions) has length 1 or 0, as those of `subspace`."""
-    lengths = np.linalg.norm(fingerprint.astype(np.float64), axis=0)
-    return not (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any()
+def received(told: Tensors, device: str, directions: int, known: Sequence[np.ndarray]) -> np.ndarray:
+    """The fingerprint (d, directions) that a device has sent as its only tensor, "u".
+
+    Args:
+        told: what it has sent.
+        device: its name, for the error.
+        directions: number of singular vectors that it was asked for.
+        known: fingerprints or centres (d, directions) of others.
+
+    Raises:
+        UpdateError: shape, type or numbers are not those of a fingerprint, whose columns have length 1 or 0.
+    """
+    if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
+        raise UpdateError(f"{device} did not send a fingerprint of {directions} vectors")
+    tensors.require_finite(told)
+    found = told["u"]
+    if known and known[0].shape != found.shape:
+        raise UpdateError(
+            f"{device}'s examples have {len(found)} values each, the others' {len(known[0])}: give all devices "
+            "examples of one size"
+        )
+    lengths = np.linalg.norm(found.astype(np.float64), axis=0)
+    if (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any():
+        raise UpdateError(f"{device} sent vectors that are not of length 1")
+    return found
 
 
 def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -532,7 +532,7 @@ def _asked(folder: Path) -> Callable[[bytes], object]:
     return read
 
 
-# -- tables that people write ---------------------------------------------------------------------
+# -- decoders of files that people write -----------------------------------------------------------
 
 
 def _tables() -> dict[str, Decoder]:

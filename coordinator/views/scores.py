@@ -14,7 +14,7 @@ from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views.progress import Personal
 from fedquilt.core import JobError
 from fedquilt.data import spec
-from fedquilt.disk import REAL, doing
+from fedquilt.disk import PRIVATE, doing
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -112,5 +112,5 @@ def write(path: Path, found: Scores) -> None:
         StoreError: the file cannot be written.
     """
     with doing(f"write {path}"):
-        REAL.make(path.parent)
-        REAL.put(path, checked.encode(found), durable=False)
+        PRIVATE.make(path.parent)
+        PRIVATE.put(path, checked.encode(found), durable=False)

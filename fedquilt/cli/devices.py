@@ -31,29 +31,30 @@ def devices(
 ) -> None:
     """Show every board: since when it is online, what it does and how far, watts, memory, refusals, labels."""
     from fedquilt import labels
+    from fedquilt.coordinator.store import served
     from fedquilt.coordinator.views import devices as view
     from fedquilt.core import JobError
 
     labels.require_selection(label)
-    with homes.existing(home) as store:
+    homes.require(home)
 
-        def look() -> list[Device]:
-            known = view.look(home)
-            if odd := set(names) - {each.board.device for each in known}:
-                raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
-            found = view.chosen(known, label, state)
-            return [each for each in found if not names or each.board.device in names]
+    def look() -> list[Device]:
+        known = view.look(home)
+        if odd := set(names) - {each.board.device for each in known}:
+            raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
+        found = view.chosen(known, label, state)
+        return [each for each in found if not names or each.board.device in names]
 
-        def show(found: list[Device]) -> None:
-            told = [] if format == "json" else view.lines(found, time.time(), served=store.served())
-            if watch and format == "text" and sys.stdout.isatty():
-                most = shutil.get_terminal_size().lines - 2
-                hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []
-                print("\x1b[H\x1b[2J", end="")
-                told = [*told[: most - len(hidden)], *hidden]
-            homes.show(format, [each.row() for each in found], told)
-            sys.stdout.flush()
+    def show(found: list[Device]) -> None:
+        told = [] if format == "json" else view.lines(found, time.time(), served=served(home))
+        if watch and format == "text" and sys.stdout.isatty():
+            most = shutil.get_terminal_size().lines - 2
+            hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []
+            print("\x1b[H\x1b[2J", end="")
+            told = [*told[: most - len(hidden)], *hidden]
+        homes.show(format, [each.row() for each in found], told)
+        sys.stdout.flush()
 
-        if not watch:
-            return show(look())
-        view.watch(show, look)
+    if not watch:
+        return show(look())
+    view.watch(show, look)

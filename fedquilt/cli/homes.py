@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fedquilt import disk
 from fedquilt.cli.commands import wordy
 from fedquilt.cli.options import Broker
 from fedquilt.core import JobError, StoreError
@@ -22,9 +23,20 @@ def existing(home: Path) -> Any:
     """
     from fedquilt.coordinator.store import Store
 
-    if not (home / "fedquilt.db").is_file():
-        raise StoreError(empty(home))
+    require(home)
     return Store(home)
+
+
+def require(home: Path) -> None:
+    """Refuse a folder that is no home of a coordinator.
+
+    Raises:
+        StoreError: it is none, or it cannot be looked into.
+    """
+    with disk.doing(f"look into {home}"):
+        found = disk.REAL.stat(home / "fedquilt.db")
+    if found is None or found.is_dir:
+        raise StoreError(empty(home))
 
 
 def empty(home: Path) -> str:

@@ -134,7 +134,9 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(
         params=begun.params,
         network=begun.network,
-        **{name: getattr(begun, name) for name in ("flops", "example_bytes", "layers")},
+        flops=begun.flops,
+        example_bytes=begun.example_bytes,
+        layers=begun.layers,
         seed=seed,
         first=first,
         statistics={name: array for name, array in begun.model.items() if name not in known},
@@ -247,7 +249,9 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     so_far = so_far or Sum({}, {}, {})
     cluster = state.assigned.get(update.device)
     if cluster is None:
-        return replace(so_far, fingerprints={**so_far.fingerprints, update.device: _fingerprint(state, update)})
+        told, known = update.bundles.get("fingerprint", {}), (*state.centres, *state.fingerprints.values())
+        found = subspaces.received(told, update.device, state.params["directions"], known)
+        return replace(so_far, fingerprints={**so_far.fingerprints, update.device: found})
     gene, key = update.bundles.get("gene", {}), str(cluster)
     sent = [layer for layer in state.shared if not state.first[layer].keys().isdisjoint(gene)]
     if len(sent) != state.size:
@@ -270,24 +274,6 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
         accuracy=so_far.accuracy + (accuracy or 0.0),
         told=so_far.told + (accuracy is not None),
     )
-
-
-def _fingerprint(state: State, update: Contribution) -> np.ndarray:
-    """Fingerprint of an update; UpdateError unless its columns have length 1 or 0, and as many values as others."""
-    told, directions = update.bundles.get("fingerprint", {}), state.params["directions"]
-    if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
-        raise UpdateError(f"{update.device} did not send a fingerprint of {directions} vectors")
-    tensors.require_finite(told)
-    found = told["u"]
-    other = next(iter((*state.centres, *state.fingerprints.values())), found)
-    if other.shape != found.shape:
-        raise UpdateError(
-            f"{update.device}'s examples have {len(found)} values each, the others' {len(other)}: give all devices "
-            "examples of one size"
-        )
-    if not subspaces.is_subspace(found):
-        raise UpdateError(f"{update.device} sent vectors that are not of length 1")
-    return found
 
 
 def step(state: State, total: Sum | None) -> State:

@@ -171,7 +171,7 @@ class Handshake:
 
 
 class Session:
-    """A key that coordinator and board share, and how far each has counted.
+    """Session of one coordinator with one board: their common key, and the numbers of the latest messages each way.
 
     A message under it carries its number and HMAC-SHA256 over topic, number and bytes. The topic names fleet, device,
     direction and kind. Who restarts has no session any more, so nothing from before counts afterwards.

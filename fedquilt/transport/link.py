@@ -127,6 +127,19 @@ class Faults:
 NO_FAULTS = Faults()
 
 
+def disturbed(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
+    """Copies of a message that arrive, by these probabilities: none, one or two, each perhaps with a flipped bit."""
+
+    def flipped(copy: bytes) -> bytes:
+        place = draw.randrange(len(copy))
+        return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
+
+    if draw.random() < drop:
+        return []
+    copies = [payload, payload] if draw.random() < duplicate else [payload]
+    return [flipped(copy) if copy and draw.random() < corrupt else copy for copy in copies]
+
+
 class MemoryBroker:
     """Topics, retained messages and last wills in dictionaries, on virtual time."""
 
@@ -212,7 +225,7 @@ class MemoryBroker:
             self._schedule(link, Message(topic, self._retained[topic][1], True))
 
     def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
-        for copy in self._disturb(payload):
+        for copy in self._disturbed(payload):
             self._publish(topic, copy, retain)
 
     def _schedule(self, link: MemoryLink, message: Message) -> None:
@@ -220,24 +233,16 @@ class MemoryBroker:
             self._sequence += 1
             heapq.heappush(self._heap, (self.now_s + 0.001, self._sequence, link, message))
             return
-        for payload in self._disturb(message.payload):
+        for payload in self._disturbed(message.payload):
             self._sequence += 1
             due = self.now_s + 0.001 + self._random.random() * self.faults.delay_s
             heapq.heappush(self._heap, (due, self._sequence, link, message._replace(payload=payload)))
 
-    def _disturb(self, payload: bytes) -> list[bytes]:
-        roll, faults = self._random.random, self.faults
+    def _disturbed(self, payload: bytes) -> list[bytes]:
+        faults = self.faults
         if faults == NO_FAULTS:
             return [payload]
-        if roll() < faults.drop:
-            return []
-        copies = [payload, payload] if roll() < faults.duplicate else [payload]
-        return [self._corrupt(copy) if copy and roll() < faults.corrupt else copy for copy in copies]
-
-    def _corrupt(self, payload: bytes) -> bytes:
-        place = self._random.randrange(len(payload))
-        flipped = payload[place] ^ (1 << self._random.randrange(8))
-        return payload[:place] + bytes([flipped]) + payload[place + 1 :]
+        return disturbed(payload, self._random, faults.drop, faults.duplicate, faults.corrupt)
 
 
 class MemoryLink:

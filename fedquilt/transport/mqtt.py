@@ -24,8 +24,9 @@ from typing import Any, Final
 import paho.mqtt.client as paho
 from paho.mqtt.reasoncodes import ReasonCode
 
+from fedquilt import threads
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.transport import keep_alive, mqtt_errors
+from fedquilt.transport import mqtt_errors
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.connect import ANSWER_S, Retry, Waiting, dial, read_ahead
 from fedquilt.transport.link import Message, matches
@@ -157,7 +158,7 @@ class MqttLink:
 
     def tended(self) -> AbstractContextManager[None]:
         """Answer the broker from another thread while the body computes; the next `wait` connects again if needed."""
-        return keep_alive.tended(self._look, self.broker.keepalive_s / TENDED)
+        return threads.repeating(self._look, self.broker.keepalive_s / TENDED, "keep-alive")
 
     def _look(self) -> bool:
         if self.connected:

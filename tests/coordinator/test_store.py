@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import sqlite3
 import time
@@ -14,11 +15,12 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.coordinator.store_rows import DamagedRunError
 from fedquilt.coordinator.store_tables import VERSION
-from fedquilt.coordinator.views import log
+from fedquilt.coordinator.views import log, scores
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
 
 
@@ -478,3 +480,24 @@ def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(
     assert store.counted(update)
     for change in ({"job": other}, {"job": "none"}, {"round": 0}, {"device": "b"}):
         assert not store.counted(msgspec.structs.replace(update, **change))
+
+
+def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Folders 0700, files 0600, whatever the umask; what its owner has opened to others since stays open."""
+    home = tmp_path / "home"
+    before = os.umask(0o022)
+    try:
+        with Store(home) as store, BoardStore(home, writes=True):
+            assert store.lock()
+            store.depot.put(b"a model")
+            store.next_epoch()
+            scores.write(scores.file(home, "run"), scores.Scores({}))
+            modes = {path.name: path.stat().st_mode & 0o777 for path in (home, *home.rglob("*"))}
+        assert {"fedquilt.db-wal", "boards.db-shm", "lock", "blobs"} < modes.keys()
+        folders = {path.name for path in (home, *home.rglob("*")) if path.is_dir()}
+        assert {name: mode for name, mode in modes.items() if mode != (0o700 if name in folders else 0o600)} == {}
+        home.chmod(0o750)
+        Store(home).close()
+        assert home.stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(before)

@@ -156,7 +156,7 @@ class Mallory(threading.Thread):
 
 
 class Side:
-    """One Mosquitto with a fleet's own configuration, at which "mallory" has every right."""
+    """Broker with a fleet's own configuration, whose rules give a user "mallory" every right."""
 
     def __init__(self, site: Certified, folder: Path, mosquitto: Callable[..., Any]) -> None:
         broker_config.write(site.authority, "mosquitto", ["127.0.0.1"], folder, clock_s(), installed=str(folder))

@@ -15,7 +15,7 @@ from fedquilt.coordinator.views.log import sentences
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.disk import REAL
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
-from fedquilt.tools.doctor.folders import Free, existing, free_bytes, runs
+from fedquilt.tools.doctor.folders import Free, existing, free_bytes
 
 LOW_BYTES: Final = 10**9
 LEAST_BYTES: Final = 100 * 10**6
@@ -38,6 +38,8 @@ def check(home: Path, free: Free = free_bytes) -> list[Finding]:
     if not _lockable(home / "lock"):
         said = f"{home / 'lock'} cannot be opened by this user: a coordinator cannot be started here"
         told.append(error("FQ503", said, f"sudo chown $USER {home / 'lock'}"))
+    if finding := open_to_others(home):
+        told.append(finding)
     broken = integrity(database)
     if broken.severity != "ok":
         return [*told, broken]
@@ -47,6 +49,15 @@ def check(home: Path, free: Free = free_bytes) -> list[Finding]:
             return [*told, *unreadable(store), *waiting(home, store), *_whole(store)]
     except FedquiltError as problem:
         return [*told, error("FQ504", str(problem), OTHER_VERSION)]
+
+
+def open_to_others(home: Path) -> Finding | None:
+    """Check that only the owner, and whoever the owner's group is, can look into a folder; None: it is so."""
+    mode = home.stat().st_mode & 0o777
+    if not mode & 0o005:
+        return None
+    said = f"every user of this machine can read the models and updates in {home} (mode {mode:04o})"
+    return warning("FQ512", said, f"chmod o-rwx {home}")
 
 
 def unreadable(store: Store) -> list[Finding]:
@@ -101,8 +112,7 @@ def waiting(home: Path, store: Store) -> list[Finding]:
     """Jobs that ought to be going on and are not, and why."""
     open_ = [row for row in store.jobs() if row.status in ("queued", "running", "stopping")]
     names = ", ".join(row.id for row in open_[:SHOWN]) + (" ..." if len(open_) > SHOWN else "")
-    served = runs(home)  # `store.served` would make the lock, as this user's
-    if not served:
+    if not store.served():
         if open_:
             said = f"{len(open_)} unfinished in {home} ({names}), and no coordinator serves it"
             return [warning("FQ507", said, f"fedquilt serve --home {home}")]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+from fedquilt.disk import REAL
 
 Free = Callable[[Path], int]  # folder -> bytes free on its disk
 
@@ -24,13 +25,6 @@ def existing(folder: Path) -> Path:
 def runs(home: Path) -> bool:
     """Whether an agent, or a coordinator, holds the folder now. What cannot be opened counts as not held."""
     try:
-        handle = os.open(home / "lock", os.O_RDONLY)
+        return REAL.locked(home / "lock")
     except OSError:
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False

@@ -296,7 +296,7 @@ def lines(states: Sequence[State], wide: int | None = None) -> list[str]:
 
 
 class Presences:
-    """Who is online by the messages that the broker keeps for every device.
+    """Set of the boards that are online, by the presence messages that a broker retains.
 
     Args:
         link: to the broker, with rights to read devices' branches.

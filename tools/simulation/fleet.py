@@ -343,7 +343,7 @@ class _Device:
             data=dict(self._spec.data),
             bundles={name: self._fleet.place(name, ref) for name, ref in task.bundles.items()},
             private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
-            cache=f"{self._fleet.folder}/work/{self.name}",
+            cache=f"{self._fleet.folder}/caches/{self.name}",
             out=self._fleet.out,
             plan_bytes=None if spare else plan_bytes,
             prefix=self._prefix,

@@ -264,12 +264,4 @@ class SimBroker:
         noise = self._noise_now() if self._noise else None
         if noise is None:
             return [payload]
-        roll = self._roll.random
-        if roll() < noise.drop:
-            return []
-        copies = [payload, payload] if roll() < noise.duplicate else [payload]
-        return [self._corrupted(copy) if copy and roll() < noise.corrupt else copy for copy in copies]
-
-    def _corrupted(self, payload: bytes) -> bytes:
-        place = self._roll.randrange(len(payload))
-        return payload[:place] + bytes([payload[place] ^ (1 << self._roll.randrange(8))]) + payload[place + 1 :]
+        return links.disturbed(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)

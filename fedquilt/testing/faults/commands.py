@@ -1,4 +1,4 @@
-"""`fedquilt simulate`: one schedule with all that happens, or many with what they covered."""
+"""Implementation of `fedquilt simulate`: play one schedule and print its events, or play many and count the faults."""
 
 from __future__ import annotations
 

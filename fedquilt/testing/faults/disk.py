@@ -226,13 +226,18 @@ class SimDisk(Disk):
 
     # -- shared with other processes --
 
-    def lock(self, path: Place, *, shared: bool = False, tries: int = 1) -> Lock | None:
+    def locked(self, path: Place) -> bool:
+        """See `Disk`."""
+        self._ask("read", path)
+        return bool(self.platter.locks.get(str(path)))
+
+    def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
         """See `Disk`: nobody waits here."""
         self._ask("name", path)
         holders = self.platter.locks.setdefault(str(path), set())
-        if any(not (shared and other.shared) for other in holders):
+        if holders:
             return None
-        lock = SimLock(holders, shared)
+        lock = SimLock(holders)
         self._held.append(lock)
         return lock
 

@@ -178,9 +178,9 @@ def apply(change: Change, *, safe: bool) -> None:
 class SimLock(Lock):
     """A lock in memory."""
 
-    def __init__(self, holders: set[SimLock], shared: bool) -> None:
+    def __init__(self, holders: set[SimLock]) -> None:
         super().__init__(-1)
-        self._holders, self.shared = holders, shared
+        self._holders = holders
         holders.add(self)
 
     def close(self) -> None:

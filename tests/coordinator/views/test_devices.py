@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ordinary import User
 
 from fedquilt import cli
 from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
@@ -38,14 +39,19 @@ GONE = Board(
 )
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A coordinator's folder with three boards, one of which tells its sensors."""
-    Store(tmp_path).close()
-    with BoardStore(tmp_path, writes=True) as store:
+def written(home: Path) -> Path:
+    """The home, with three boards of which one tells its sensors."""
+    Store(home).close()
+    with BoardStore(home, writes=True) as store:
         reading = Reading(int(NOW) - 10, 12.34, 15.0, 61.2, 1_000_000_000, 310_000_000)
         store.write([GONE, WORKING, IDLE], [("orin-07", reading)])
-    return tmp_path
+    return home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A coordinator's folder."""
+    return written(tmp_path)
 
 
 def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
@@ -144,3 +150,35 @@ def test_watching_shows_each_change_once() -> None:
     with pytest.raises(EndError):
         devices.watch(shown.append, look, lambda seconds: None)
     assert shown == [[], [devices.Device(IDLE, Reading(0))], []]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A viewer needs no right to write, whether a coordinator writes meanwhile or has ended; nothing is made there."""
+    home = written(user.folder / "coordinator")
+    writer = BoardStore(home, writes=True) if alive else None
+    if writer is not None:
+        writer.write([WORKING], [])
+    before = sorted(path.name for path in home.iterdir())
+    assert ("boards.db-wal" in before) is alive
+    for path in (home, *home.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        code = user.does(lambda: cli.main(["devices", "--home", str(home)]))
+        assert (code, "orin-07" in capfd.readouterr().out) == (0, True)
+        assert sorted(path.name for path in home.iterdir()) == before
+    finally:
+        home.chmod(0o755)
+        if writer is not None:
+            writer.close()
+
+
+def test_a_home_that_is_shut_to_its_viewer_is_named(user: User, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not taken for an empty one."""
+    home = written(user.folder / "coordinator")
+    user.shut(home)
+    try:
+        assert user.does(lambda: cli.main(["devices", "--home", str(home)])) == 6
+        assert f"cannot look into {home}: Permission denied" in capfd.readouterr().err
+    finally:
+        home.chmod(0o755)

@@ -57,6 +57,14 @@ def test_a_folder_that_is_none_is_found_and_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_a_folder_that_everybody_can_read_is_found(home: Path) -> None:
+    """As those that earlier versions made; a group may read."""
+    home.chmod(0o750)
+    assert bad(home) == []
+    home.chmod(0o755)
+    assert bad(home) == [("FQ512", "warning")]
+
+
 def test_a_full_disk_is_found(home: Path) -> None:
     """500 MB is little, 5 MB too little."""
     assert bad(home, lambda folder: 5 * 10**8) == [("FQ505", "warning")]

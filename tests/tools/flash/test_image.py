@@ -160,7 +160,7 @@ def test_another_machine_and_another_python_are_refused(tree: Path, tmp_path: Pa
 
 
 def test_an_image_that_is_too_full_is_left_alone(tree: Path, tmp_path: Path, make: Callable[..., Path]) -> None:
-    """No half of it: there is no new image."""
+    """A failure leaves no half-written image behind."""
     (tree / "usr/full").write_bytes(os.urandom(7 << 20))
     ext(tree, tmp_path / "a.img", "12M")
     bundle = make(target=HERE)
