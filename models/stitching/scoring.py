@@ -255,8 +255,8 @@ class _Scorer:
         """Weights and bias for each block that needs a junction, with one fit for all that take maps of one size."""
         found: dict[str, tuple[Stack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitched.continues(self._path[-1], block)]
-        self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
         for size in sorted({block.in_shape[1:] for block in strange}):
+            self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
             x = block_runner.sample(
                 block_runner.resized(self._fitted(self._output()), *size), self._positions((0, *size))
             )
