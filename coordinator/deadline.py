@@ -138,11 +138,11 @@ Policy: TypeAlias = Callable[[Cohort, Known, Asks], Allowed]
 
 
 def amount(work: Work) -> float:
-    """Work as one number: operations, as if a device had one example of its own.
+    """Work as one number: operations, as if a device had as many examples of its own as the task uses at most, or one.
 
     Only the device knows how many it has; its measured pace makes up for that.
     """
-    return work.on(1).flops
+    return work.on(work.examples or 1).flops
 
 
 def expected_s(work: Work, profile: Profile | None, point: str | None = None, examples: int = 1) -> float | None:
@@ -201,19 +201,24 @@ class Fleet(NamedTuple):
     logs: tuple[float, ...]  # median of log(time / profile) of each device
     rest_s: float  # longest time outside the task itself
     pace_s: float | None  # slowest pace
-    examples: int = 1  # most that a device has
+    examples: int = 0  # most that a device has; 0: none has told
     link: cost_model.Link = ASSUMED
 
     def fetch_s(self, ask: Ask) -> float:
         """Time outside the task of a device that has not answered: as others', and as its bytes will take."""
         return max(self.rest_s, self.link.seconds(ask.bytes))
 
+    def examples_of(self, took: Sequence[Took], ask: Ask) -> int:
+        """Examples of a device's own: as it told, else the most of another, else as many as the task uses."""
+        told = took[-1].examples if took else self.examples
+        return told or ask.work.examples or 1
+
     @staticmethod
     def of(known: Known) -> Fleet:
         """Summarise the durations of all devices."""
         logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
         rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
-        examples = max((each.examples for took in known.values() for each in took), default=1)
+        examples = max((each.examples for took in known.values() for each in took), default=0)
         slowest = max((pace(took) for took in known.values()), default=None)
         link = cost_model.Link.measured([(each.bytes, each.rest_s) for took in known.values() for each in took])
         return Fleet(logs, rest_s, slowest, examples, link or ASSUMED)
@@ -221,8 +226,7 @@ class Fleet(NamedTuple):
 
 def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
     """Time that a device exceeds once in ten rounds; None: nothing to predict it from."""
-    many = took[-1].examples if took else fleet.examples  # only the device knows how many it has, until it has told
-    base_s, own = ask.expected_s(many), _logs(took)
+    base_s, own = ask.expected_s(fleet.examples_of(took, ask)), _logs(took)
     if base_s is not None and own:
         return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
     if took:
@@ -231,7 +235,7 @@ def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
         return fleet.fetch_s(ask) + base_s * _p90(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * ask.amount
-    if base_s is not None and not ask.work.flops_per_example:  # else the profile predicts only half of it
+    if base_s is not None and (ask.work.examples or not ask.work.flops_per_example):  # else it is half a prediction
         return fleet.fetch_s(ask) + base_s * _p90((), FLEET_SPREAD)
     return None
 
@@ -310,7 +314,7 @@ def energy_problem(cohort: Cohort, known: Known, asked: Asks) -> tuple[dict[str,
             choices = (energy_plan.Choice(upper_s, 0.0, ask.epochs or 1),)
         if not choices:
             return None
-        examples = took[-1].examples if took else fleet.examples
+        examples = fleet.examples_of(took, ask)
         idle_w = ask.profile.idle_w if ask.profile else None
         boards[device] = energy_plan.Board(choices, examples, idle_w or 0.0)
     passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
@@ -329,7 +333,7 @@ def _choices(cohort: Cohort, took: Sequence[Took], ask: Ask, fleet: Fleet) -> tu
     spread = OWN_SPREAD if own else FLEET_SPREAD
     rest_s = _rest_s(took) if took else fleet.fetch_s(ask)
     middle, high = math.exp(statistics.median(logs)), _p90(logs, spread)
-    examples, idle_w = took[-1].examples if took else fleet.examples, ask.profile.idle_w or 0.0
+    examples, idle_w = fleet.examples_of(took, ask), ask.profile.idle_w or 0.0
     points: list[OperatingPoint] = list(ask.profile.points)
     found: list[energy_plan.Choice] = []
     most = int(ask.epochs * cohort.most_work) if own else ask.epochs

@@ -1,4 +1,4 @@
-"""Limits that are common to the jobs of one coordinator: coordinator.toml in its home."""
+"""Limits that are common to the jobs of one coordinator: limits.toml in its home."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Meta
 from fedquilt import config, units
 from fedquilt.core import JobError
 
-FILE: Final = "coordinator.toml"
+FILE: Final = "limits.toml"
 
 
 class Submitter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(home: Path) -> Limits:
-    """The limits in a home; where it has no coordinator.toml, the defaults.
+    """The limits in a home; where it has no limits.toml, the defaults.
 
     Raises:
         JobError: the file cannot be read, or has an unknown key or a value out of range.

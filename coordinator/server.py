@@ -203,7 +203,7 @@ class Server:
     def _tidy(self) -> None:
         """Delete runs that ended long enough ago."""
         for id in housekeeping.retire(self._store, self._limits.retention, time.time(), self._desk.in_use()):
-            log.info("%s is deleted, as [retention] of coordinator.toml says", id, extra=about(run=id))
+            log.info("%s is deleted, as [retention] of limits.toml says", id, extra=about(run=id))
 
     def _give_way(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
         """Return a job to the queue, in the state of its facts."""

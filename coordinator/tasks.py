@@ -55,6 +55,8 @@ def work_of(order: Order, actions: Sequence[Action], engine: str, held: float = 
         held: share of a device's examples that is held out.
     """
     work = order.work if "work" in actions else evaluation(order, held)
+    if "work" in actions and order.held_out:
+        work = _held_out(work, work, held)
     if "work" in actions and "check" in actions:
         work = work.plus(evaluation(order, held))
     return msgspec.structs.replace(work, workload=f"{engine}-{work.workload}" if work.workload else "")
@@ -85,10 +87,7 @@ def evaluation(order: Order, held: float = HELD) -> Work:
     (Per-FedAvg) takes more.
     """
     if order.check is not None:
-        share = held / (1 - held)  # held out for each example that is trained on
-        return msgspec.structs.replace(
-            order.work, **{name: share * getattr(order.check, name) for name in ADDED}, batch=order.check.batch
-        )
+        return _held_out(order.work, order.check, held)
     passes = 3 * max(1, int(order.params.get("epochs", 1)))
     return msgspec.structs.replace(
         order.work,
@@ -96,6 +95,12 @@ def evaluation(order: Order, held: float = HELD) -> Work:
         flops_per_example=order.work.flops_per_example / passes,
         read_bytes=order.work.read_bytes / 3,
     )
+
+
+def _held_out(work: Work, each: Work, held: float) -> Work:
+    """A task's work if what it does is `each`, on the held-out examples instead of as many as are trained on."""
+    share = held / (1 - held)  # held out for each example that is trained on
+    return msgspec.structs.replace(work, **{name: share * getattr(each, name) for name in ADDED}, batch=each.batch)
 
 
 def blob_bytes(order: Order) -> int:

@@ -34,7 +34,7 @@ from fedquilt.core import MemoryBudgetError, ModelError
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.graph_check import Graph
 
-BASE_BYTES = 84_000_000  # resident beside weights and activations: Python, numpy, the runtime, pieces that it freed
+BASE_BYTES = footprint.need_bytes("onnx", 0)  # resident beside weights and activations
 LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
 LOADED = 2.0  # factor afterwards: 1.8 measured
 WIDER = 2  # factor on its activations in an optimized session, which lays them out anew
@@ -43,8 +43,10 @@ COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
 KEPT = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
 MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
 MAPPED_MOST_BYTES = 32 << 20  # glibc's largest threshold
+MAPPED_MOST, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are mapped, and free end of the heap
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # glibc's malloc.h
+PLENTY_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
 
@@ -84,7 +86,7 @@ class OnnxEngine:
         self._room_bytes = budget_bytes - base_bytes
         self._threads, self._micro_batch = threads, micro_batch
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
-        _return_large_pieces(budget_bytes)
+        _return_large_pieces(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
         ort.set_default_logger_severity(ERRORS_ONLY)
         available = ort.get_available_providers()
         self._providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
@@ -139,13 +141,16 @@ class OnnxEngine:
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
 
     def make_room(self, size: int, needed: Path | None = None) -> None:
-        """Drop sessions, the longest unused first and never `needed`, until `size` bytes fit beside them."""
+        """Drop sessions, the longest unused first and never `needed`, until `size` bytes fit beside them.
+
+        Freed pieces return to the system where there is little room, or where little is left of much.
+        """
         held = sum(one.plan.held_bytes for one in self._kept.values())
         for other in [path for path in self._kept if path != needed]:
             if held + size <= self._room_bytes:
                 break
             held -= self._kept.pop(other).plan.held_bytes
-        if self._room_bytes < TRIMMED_BELOW_BYTES:
+        if self._room_bytes < TRIMMED_BELOW_BYTES or held + size > KEPT * self._room_bytes:
             _return_small_pieces()
 
     def facts(self, graph: Path) -> Mapping[str, str]:
@@ -237,16 +242,22 @@ def _answer(session: Any, x: np.ndarray, y: np.ndarray) -> None:
     session.run_with_iobinding(bound)
 
 
-def _return_large_pieces(budget_bytes: int) -> None:
+def _return_large_pieces(budget_bytes: int, *, keep: bool) -> None:
     """Set glibc to return large freed pieces: by default it keeps up to 32 MB each, with 1.7 times the peaks.
 
     Returning small pieces as well made a whole search take more than twice as long, in page faults. All threads share
     one heap: those of the runtime's threads kept 4 MB of freed pieces.
+
+    Args:
+        budget_bytes: most that this process may hold resident.
+        keep: keep all freed pieces, whatever their size, until `_return_small_pieces`.
     """
     with contextlib.suppress(AttributeError):  # another C library
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, min(budget_bytes // MAPPED_SHARE, MAPPED_MOST_BYTES))
         library.mallopt(M_ARENA_MAX, 1)
+        library.mallopt(M_MMAP_MAX, 0 if keep else MAPPED_MOST)
+        library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM_BYTES)
 
 
 def _return_small_pieces() -> None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from fedquilt import footprint
 from fedquilt.core import Work
 from fedquilt.edge_agent import sysfs
 from fedquilt.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
-from fedquilt.footprint import FIRST_USE_BYTES
 
 PROC = Path("/proc")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -71,7 +71,7 @@ def base_bytes(engine: str, measured: Mapping[str, int]) -> int:
 
 def least_bytes(engine: str, measured: Mapping[str, int]) -> int:
     """Least memory of any task on the engine."""
-    return base_bytes(engine, measured) + FIRST_USE_BYTES.get(engine, 0)
+    return footprint.need_bytes(engine, 0, base_bytes(engine, measured))
 
 
 def no_engine(budget_bytes: int, engines: Collection[str]) -> str | None:

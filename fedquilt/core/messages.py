@@ -53,7 +53,8 @@ class BlobRef(Wired, frozen=True):
 class Work(Wired, frozen=True, omit_defaults=True):
     """Predicted cost of a task, as far as its sender knows; deadlines, clocks and memory checks use it.
 
-    Counts with "_per_example" and "_per_batch" come in addition, for the device's own examples: `on`.
+    Counts with "_per_example" and "_per_batch" come in addition, for as many of the device's own examples as the task
+    uses: `on`.
     """
 
     flops: Amount = 0.0  # one multiply-add is 2
@@ -65,12 +66,13 @@ class Work(Wired, frozen=True, omit_defaults=True):
     bytes_per_batch: Amount = 0.0
     batch: Count = 0  # examples in a mini-batch; 0: all of them
     tasks: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of a task's own cost: below 1 for a part of a task
-    examples: Count = 0
+    examples: Count = 0  # of the device's own, that the task uses at most; 0: all of them
     peak_bytes: Count = 0  # least memory beyond an idle engine's; 0: not predicted
     workload: Label = ""  # which of a point's `rates` apply, "torch-conv"; "": the point's own numbers
 
     def on(self, examples: int) -> Work:
         """The same work on a device with `examples` examples of its own: all counts are then totals."""
+        examples = min(examples, self.examples or examples)
         batches = -(-examples // self.batch) if self.batch else min(examples, 1)
         return msgspec.structs.replace(
             self,

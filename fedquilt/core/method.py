@@ -33,6 +33,7 @@ class Order:
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
     work: Work = Work()
+    held_out: bool = False  # whether the work's examples are the held-out ones, not those to train on
     check: Work | None = None  # of an evaluation on as many examples as the device trains on; None: not predicted
 
 

@@ -50,6 +50,10 @@ class Source(Protocol):
         """Examples [first, last), float32."""
         ...
 
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels, the second axis, of some examples."""
+        ...
+
 
 class Stack(Source, Protocol):
     """Examples that are written once, in order, and read as often as wanted.
@@ -100,6 +104,10 @@ class InMemory:
                 found.append(part[max(first - start, 0) : last - start])
             start += len(part)
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels of some examples; a view as with `rows`."""
+        return self.rows(examples.start, examples.stop)[:, some]
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
         """Features [first, last) of the first `examples` examples, copied."""
@@ -158,6 +166,13 @@ class InFile:
         """Examples [first, last), read by one contiguous read."""
         found = np.empty((last - first, *self.shape[1:]), np.float32)
         self._read(found.reshape(1, -1), first * self._width)
+        return found
+
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels of some examples, by one read for each example."""
+        each = prod(self.shape[2:])
+        found = np.empty((examples.stop - examples.start, some.stop - some.start, *self.shape[2:]), np.float32)
+        self._read(found.reshape(len(found), -1), examples.start * self._width + 4 * some.start * each)
         return found
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
@@ -231,6 +246,10 @@ class Mapped:
         """Results for examples [first, last), computed anew at each call."""
         return self._function(self._source.rows(first, last))
 
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels of the results for some examples; all are computed."""
+        return self.rows(examples.start, examples.stop)[:, some]
+
 
 class Part:
     """Examples [first, last) of another source."""
@@ -243,6 +262,10 @@ class Part:
     def rows(self, first: int, last: int) -> np.ndarray:
         """Examples [first, last) of this part."""
         return self._source.rows(self._first + first, self._first + last)
+
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels of some examples of this part."""
+        return self._source.channels(slice(self._first + examples.start, self._first + examples.stop), some)
 
 
 class Shelf:

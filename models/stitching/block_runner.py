@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt import footprint, tensors
 from fedquilt.core import Site, Tensors
 from fedquilt.data import images, inputs
 from fedquilt.models.stitching import stitched
@@ -22,6 +22,7 @@ from fedquilt.models.stitching.stitched import Block
 
 STACKS = 6  # stacks in memory get one sixth of the room
 KEPT_MOST_BYTES = 256 << 20  # path outputs kept on disk for later tasks, never more than half of the budget
+STRIPE_BYTES = 1 << 20  # maps resized at a time
 PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
 
 Between = Sequence[Tensors | None]
@@ -51,7 +52,7 @@ class Flow:
     def __init__(self, site: Site, blocks: Iterable[Block], flops: float) -> None:
         self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
         room, blocks = site.engine.room_bytes, list(blocks)
-        largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
+        largest = max(footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
@@ -142,6 +143,10 @@ class Prepared:
         """Prepared examples [first, last), float32."""
         return inputs.prepare(self._x[first:last], self._wanted)
 
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels of some prepared examples; all are prepared."""
+        return self.rows(examples.start, examples.stop)[:, some]
+
 
 def kept_name(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
     """Cache key of a value: `what` it is, the path, and the indices of the examples."""
@@ -153,22 +158,51 @@ def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
     """Maps resized and projected for `block` when they are read; without a junction, the maps themselves."""
     if junction is None:
         return maps
-    beside = _resizing_bytes(maps, block.in_shape[1:], max(maps.shape[1], block.in_shape[0]))
-    return Mapped(maps, lambda part: stitched.join(part, junction, block), block.in_shape, beside)
+    source, beside = maps, prod(maps.shape[1:]) + block.in_shape[0] * prod(maps.shape[2:])
+    if stitched.grows(maps.shape[1:], block.in_shape):  # projected, then one axis is resized after the other
+        beside += block.in_shape[0] * _between_axes(maps, block.in_shape[1:])
+    else:
+        source = resized(maps, *block.in_shape[1:])
+        beside = source.example_bytes // 4 + prod(source.shape[1:])
+    return Mapped(source, lambda part: stitched.join(part, junction, block), block.in_shape, 4 * beside)
 
 
 def resized(maps: Source, *sizes: int) -> Source:
     """Maps resized to other sizes when they are read."""
-    if maps.shape[2:] == sizes:
-        return maps
-    beside = _resizing_bytes(maps, sizes, maps.shape[1])
-    return Mapped(maps, lambda part: images.resize(part, *sizes), (maps.shape[1], *sizes), beside)
+    return maps if maps.shape[2:] == sizes else Resized(maps, sizes)
 
 
-def _resizing_bytes(maps: Source, sizes: Sequence[int], channels: int) -> int:
-    """Memory to read one example's maps and resize up to `channels` of them, one axis after the other."""
-    larger = prod(max(pair) for pair in zip(sizes, maps.shape[2:], strict=True))
-    return 4 * (prod(maps.shape[1:]) + channels * larger)
+class Resized:
+    """Maps resized when they are read, a few channels at a time: an example's maps are never in memory as a whole."""
+
+    def __init__(self, maps: Source, sizes: tuple[int, ...]) -> None:
+        self._maps, self._sizes = maps, sizes
+        self.shape = (*maps.shape[:2], *sizes)
+        self._channel_bytes = 4 * (prod(maps.shape[2:]) + _between_axes(maps, sizes) + prod(sizes))
+        self.example_bytes = self._channel_bytes * min(self._at_once(1), maps.shape[1])
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Resized examples [first, last), read anew at each call."""
+        return self.channels(slice(first, last), slice(0, self.shape[1]))
+
+    def channels(self, examples: slice, some: slice) -> np.ndarray:
+        """Some channels of some resized examples."""
+        made = np.empty((examples.stop - examples.start, some.stop - some.start, *self._sizes), np.float32)
+        step = self._at_once(len(made))
+        for start in range(some.start, some.stop, step):
+            stop = min(start + step, some.stop)
+            part = self._maps.channels(examples, slice(start, stop))
+            made[:, start - some.start : stop - some.start] = images.resize(part, *self._sizes)
+            del part
+        return made
+
+    def _at_once(self, examples: int) -> int:
+        return max(STRIPE_BYTES // (self._channel_bytes * max(examples, 1)), 1)
+
+
+def _between_axes(maps: Source, sizes: Sequence[int]) -> int:
+    """Numbers in one channel that is resized along its first axis alone; 0 for series, which have one axis."""
+    return prod((*sizes[:1], *maps.shape[3:])) if len(sizes) > 1 else 0
 
 
 def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil, prod
+from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -63,20 +63,20 @@ def score_order(state: State, device: DeviceView) -> Order:
         epsilon=search.epsilon(state),
         coin=search.coin(state, device.device),
     )
-    n, images = params.samples, params.samples * (1 if params.score_at == "input" else 2)
-    runs: list[tuple[Block, float]] = [(blocks[name], images) for name in net.path]
+    shares = scoring.shares(params.score_at)  # of the images; one is scored
+    runs: list[tuple[Block, float]] = [(blocks[name], 1.0) for name in net.path]
     if not device.rounds:  # later tasks find the donors' results in the cache
         family = _family(state.stock, (), state.pool).values()
-        runs += [(block, images) for block in family if block.id not in _only_compared(state)]
+        runs += [(block, 1.0) for block in family if block.id not in _only_compared(state)]
     if params.score_at != "input":
         tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
-        runs += [(blocks[name], n * tried) for names in run.values() for name in names]
+        runs += [(blocks[name], tried / shares) for names in run.values() for name in names]
     matrices = (
         0
         if params.score_at == "input"
         else least_squares.fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
     )
-    return _order(state, ask, [net.path], cost(runs, matrices, 2 * n))
+    return _order(state, ask, [net.path], cost(runs, matrices, shares * params.samples))
 
 
 def fit_order(state: State) -> Order:
@@ -93,10 +93,9 @@ def fit_order(state: State) -> Order:
         ridge=params.ridge,
         bias=params.bias,
     )
-    n = params.fit_samples
     ran = [blocks[name] for name in net.path] + list(_family(state.stock, (), wanted).values())
     matrices = least_squares.moments_bytes(blocks[net.path[-1]].out_shape[0])
-    return _order(state, ask, [net.path], cost([(b, n) for b in ran], matrices, n))
+    return _order(state, ask, [net.path], cost([(each, 1.0) for each in ran], matrices, params.fit_samples))
 
 
 def gather_order(state: State) -> Order:
@@ -111,28 +110,19 @@ def gather_order(state: State) -> Order:
         samples=params.head_samples,
         projection_seed=candidates.projection_seed(state),
     )
-    n, runs = params.head_samples, [(blocks[ids[-1]], params.head_samples) for ids in stitched.prefixes(state.taps)]
-    return _order(state, ask, state.taps, cost(runs, moments_bytes(ask), n))
+    return _order(state, ask, state.taps, _gathering(ask))
 
 
 def moments_order(ask: taps.GatherAsk, files: Mapping[str, BlobRef]) -> Order:
     """Ask for the moments of all of a device's images at taps of unmodified donors."""
-    blocks = [ask.blocks[ids[-1]] for ids in stitched.prefixes(ask.paths)]
-    once = cost([(block, 1.0) for block in blocks], moments_bytes(ask), 0)
-    weights = sum(block.weight_bytes for block in blocks)
-    work = msgspec.structs.replace(
-        once,
-        flops=0.0,
-        flops_per_example=once.flops,
-        read_bytes=0.0,
-        bytes_per_example=once.read_bytes - weights,
-        launches=0.0,
-        launches_per_batch=once.launches,
-        bytes_per_batch=float(weights),
-        batch=RUN_AT_ONCE,
-    )
-    bundles = {name: files[name] for block in blocks for name in block.files}
-    return Order({"phase": "gather", **msgspec.to_builtins(ask)}, bundles, work)
+    bundles = {name: files[name] for ids in stitched.prefixes(ask.paths) for name in ask.blocks[ids[-1]].files}
+    return Order({"phase": "gather", **msgspec.to_builtins(ask)}, bundles, _gathering(ask))
+
+
+def _gathering(ask: taps.GatherAsk) -> Work:
+    """Work of the moments of as many of a device's images as are asked for and are there."""
+    runs = [(ask.blocks[ids[-1]], 1.0) for ids in stitched.prefixes(ask.paths)]
+    return cost(runs, moments_bytes(ask), ask.samples or 0)
 
 
 def moments_bytes(ask: taps.GatherAsk) -> int:
@@ -152,10 +142,9 @@ def count_order(state: State) -> Order:
         align=tuple(None if each.head else groups(state, each.paths[0]) for each in state.candidates),
         labels=len(state.stock.labels),
     )
-    n = state.params.samples
-    order = _order(state, ask, paths, cost([(blocks[ids[-1]], n) for ids in stitched.prefixes(paths)], 0, n))
+    order = _order(state, ask, paths, cost([(blocks[ids[-1]], 1.0) for ids in stitched.prefixes(paths)], 0))
     heads = {f"head.{i}": each.head for i, each in enumerate(state.candidates) if each.head}
-    return replace(order, bundles={**order.bundles, **heads})
+    return replace(order, bundles={**order.bundles, **heads}, held_out=True)
 
 
 def _common(state: State, blocks: Mapping[str, Block]) -> dict[str, Any]:
@@ -208,23 +197,33 @@ def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dic
     return {name: stock.blocks[name] for name in sorted(names)}
 
 
-def cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int) -> Work:
-    """Work of running each block on a number of images, with the matrices of a fit.
+def cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> Work:
+    """Work of running blocks on a device's examples, with the matrices of a fit.
 
     A launch is one run of a graph, of RUN_AT_ONCE images; what happens within it is in its FLOPs and bytes. Traffic is
     the weights in each run, and for each image the maps that are alive at once, or what enters and leaves if that is
     more. The peak is the largest memory of one block for one image, weights included; an engine with more room runs
     more images at once, and keeps weights and maps.
+
+    Args:
+        runs: each block that runs, with the share of the task's examples that it runs on.
+        matrices_bytes: memory of the fit.
+        examples: of the device's own, that the task uses at most; 0: all.
     """
-    flops = read = peak = launches = 0.0
-    for block, images in runs:
-        flops += images * block.flops
-        times = ceil(images / RUN_AT_ONCE)
-        launches += times * sum(len(stage) for stage in block.stages)
-        maps = max(block.activation_bytes, 4.0 * (prod(block.in_shape) + prod(block.out_shape)))
-        read += times * block.weight_bytes + images * maps
+    flops = maps = launches = weights = peak = 0.0
+    for block, share in runs:
+        flops += share * block.flops
+        maps += share * max(block.activation_bytes, 4.0 * (prod(block.in_shape) + prod(block.out_shape)))
+        launches += share * sum(len(stage) for stage in block.stages)
+        weights += share * block.weight_bytes
         peak = max(peak, footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1))
-    peak_bytes = int(max(peak, matrices_bytes))
     return Work(
-        flops=flops, read_bytes=read, launches=launches, examples=examples, peak_bytes=peak_bytes, workload="score"
+        flops_per_example=flops,
+        bytes_per_example=maps,
+        launches_per_batch=launches,
+        bytes_per_batch=weights,
+        batch=RUN_AT_ONCE,
+        examples=examples,
+        peak_bytes=int(max(peak, matrices_bytes)),
+        workload="score",
     )

@@ -115,13 +115,13 @@ class _Scorer:
         self._path = [ask.blocks[name] for name in ask.path]
         self._pool = [ask.blocks[name] for name in ask.pool]
         self._fits, self._by_labels = ask.score_at != "input", ask.criterion != "cka"
-        shares = 2 if self._fits else 1
-        if len(site.train) < cka.MIN_IMAGES * shares:
-            need = cka.MIN_IMAGES * shares
+        parts = shares(ask.score_at)
+        if len(site.train) < cka.MIN_IMAGES * parts:
+            need = cka.MIN_IMAGES * parts
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
-        self.count = min(ask.samples, len(site.train) // shares)
+        self.count = min(ask.samples, len(site.train) // parts)
         self.local = drawn(site)
-        self._rows = order(self.local)[: shares * self.count]
+        self._rows = order(self.local)[: parts * self.count]
         self._between = stitched.junctions(self._path, site.load)
         self._flow = Flow(site, ask.blocks.values(), self._flops())
         self._shown = block_runner.Prepared(site.train.x[self._rows], ask.input)
@@ -255,8 +255,8 @@ class _Scorer:
         """Weights and bias for each block that needs a junction, with one fit for all that take maps of one size."""
         found: dict[str, tuple[Stack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitched.continues(self._path[-1], block)]
-        self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
         for size in sorted({block.in_shape[1:] for block in strange}):
+            self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
             x = block_runner.sample(
                 block_runner.resized(self._fitted(self._output()), *size), self._positions((0, *size))
             )
@@ -287,6 +287,11 @@ class _Scorer:
         pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
         fresh = not any(_gram_name(block) in self.local for block in self._pool)
         return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
+
+
+def shares(score_at: ScoreAt) -> int:
+    """Number of equal shares of a score task's images: one is scored, and junctions are fitted on another."""
+    return 1 if score_at == "input" else 2
 
 
 def gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:

@@ -181,6 +181,16 @@ def test_work_is_one_number_also_where_only_the_device_knows_its_examples() -> N
     """5 operations, and 3 for each example: as for one."""
     assert amount(Work(flops=5.0, flops_per_example=3.0)) == 8.0
     assert amount(Work()) == 0.0
+    assert amount(Work(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
+
+
+def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses() -> None:
+    """With 40 at most it can take no longer than 40 do; one for all of a device's examples cannot be predicted."""
+    whole = Ask(Work(flops=400.0), FAST)
+    assert allowed_s(cohort(**SURE), {}, {"a": Ask(Work(flops_per_example=10.0, examples=40), FAST)}) == allowed_s(
+        cohort(**SURE), {}, {"a": whole}
+    )
+    assert allowed_s(cohort(**SURE), {}, {"a": Ask(Work(flops_per_example=10.0), FAST)}) is None
 
 
 def test_every_policy_that_a_job_may_name_exists() -> None:

@@ -1,4 +1,4 @@
-"""coordinator.toml: limits that are common to a coordinator's jobs."""
+"""limits.toml: limits that are common to a coordinator's jobs."""
 
 from __future__ import annotations
 

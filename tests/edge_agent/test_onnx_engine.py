@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -190,3 +192,30 @@ def test_a_graph_that_names_the_boards_key_is_refused_before_the_runtime_sees_it
         engine.run(path, np.zeros((1, 27)))
     with pytest.raises(ModelError, match=r"device\.key"):
         engine.facts(path)
+
+
+KEEPS = """
+import resource, sys
+import numpy as np
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(64 << 20, np.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+engine = OnnxEngine(int(sys.argv[1]))
+first = faults()
+print(faults() / first, end=" ")
+engine.make_room(engine.room_bytes)
+print(faults() / first)
+"""
+
+
+@pytest.mark.parametrize(("budget_bytes", "kept"), [(4 << 30, True), (1 << 30, False)])
+def test_with_plenty_of_room_freed_memory_is_kept_until_the_room_is_needed(budget_bytes: int, kept: bool) -> None:
+    """What is kept is used again without page faults; a call that needs the whole room returns it to the system."""
+    done = subprocess.run([sys.executable, "-c", KEEPS, str(budget_bytes)], capture_output=True, text=True, check=True)
+    again, after = (float(word) for word in done.stdout.split())
+    assert (again < 0.1) == kept
+    assert after > 0.9

@@ -69,6 +69,15 @@ def test_own_examples_count_by_example_and_by_started_batch():
     assert work.on(0).launches == 6
 
 
+def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there():
+    """At most 40: of 70 examples it counts 40, of 9 it counts 9."""
+    work = Work(flops_per_example=2, launches_per_batch=7, batch=32)
+    some = msgspec.structs.replace(work, examples=40)
+    for own, counted in ((70, 40), (40, 40), (9, 9)):
+        assert (some.on(own).flops, some.on(own).launches) == (work.on(counted).flops, work.on(counted).launches)
+    assert some.on(70).on(70) == some.on(70)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
 def test_parts_of_work_take_as_long_as_the_whole(share: float):
     """Energy adds over time, the task's own cost included: no part pays it twice."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt import tensors
+from fedquilt.coordinator import tasks
 from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, Params, State
@@ -350,6 +351,20 @@ def test_the_orders_memory_counts_the_moments() -> None:
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     assert order.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, 1 << 20)
+
+
+def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
+    """For a head that takes 30 no more than 30, with 20 those 20; for the counts the held-out ones."""
+    _, task, _ = gathering(head_samples=30)
+    each = task.work.on(1).flops
+    assert each > 0
+    assert [task.work.on(own).flops for own in (20, 30, 45, 1000)] == [20 * each, 30 * each, 30 * each, 30 * each]
+    state = next(state for state in FULL if state.phase == "validate")
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    asked = tasks.work_of(order, ("work",), "onnx", held=0.2)
+    networks = {ids for candidate in state.candidates for ids in stitched.prefixes(candidate.paths)}
+    assert asked.on(40).flops == pytest.approx(10 * sum(state.stock.blocks[ids[-1]].flops for ids in networks))
 
 
 def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:

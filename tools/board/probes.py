@@ -135,7 +135,7 @@ def scored() -> list[Probe]:
             flow: Any = block_runner.Flow(site, [block], block.flops)  # type: ignore[arg-type]
             scoring.gram(flow.block(block, x), count, "flatten")
 
-        found.append(Probe(orders.cost([(block, count)], 0, count), run))
+        found.append(Probe(orders.cost([(block, 1.0)], 0).on(count), run))
         run()  # sessions are kept from task to task
     return found
 

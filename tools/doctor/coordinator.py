@@ -121,7 +121,7 @@ def waiting(home: Path, store: Store) -> list[Finding]:
     running = [row for row in open_ if row.status != "queued"]
     told += [finding for row in running[:SHOWN] if (finding := _stuck(row, store)) is not None]
     if running and (queued := [row.id for row in open_ if row not in running]):
-        behind, limit = ", ".join(queued[:SHOWN]), "coordinator.toml of the home says how many run at once"
+        behind, limit = ", ".join(queued[:SHOWN]), "limits.toml of the home says how many run at once"
         told.append(ok("FQ508", f"{len(queued)} wait for a place behind {len(running)} that run ({behind}): {limit}"))
     return told
 

@@ -13,11 +13,12 @@ from fedquilt import tensors
 from fedquilt.core import Examples, Site
 from fedquilt.data import images, inputs
 from fedquilt.models.stitching import block_runner, stitched
-from fedquilt.models.stitching.activations import InFile, InMemory
+from fedquilt.models.stitching.activations import InFile, InMemory, Part
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.stitched import Block
 
 DRAWS = np.random.default_rng(0)
+OBJECTS_BYTES = 8192 + (32 << 10)  # Python's own objects, and numpy's buffer of a sum
 X = DRAWS.normal(size=(10, 3, 6, 6)).astype(np.float32)
 TILES = DRAWS.normal(size=(3, 4, 27)).astype(np.float32)
 
@@ -65,7 +66,7 @@ def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flo
 
 
 @pytest.mark.parametrize("size", [1, 4, 64])
-@pytest.mark.parametrize("room_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("room_bytes", [0, 8 << 20])
 def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp_path: Path) -> None:
     """A layer in three tiles, any number of examples at a time, in memory or in a file; no tile is loaded twice."""
     run, runner, seen = flowing(tmp_path, size, room_bytes)
@@ -154,7 +155,28 @@ def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, siz
     made = source.rows(0, 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak_bytes <= source.example_bytes + made.nbytes + 8192  # and Python's own objects
+    assert peak_bytes <= source.example_bytes + made.nbytes + OBJECTS_BYTES
+
+
+@pytest.mark.parametrize("size", [7, 12, 40])
+def test_large_maps_are_resized_a_few_channels_at_a_time(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit what all channels at once give, also of a part of the examples; a whole map is never in memory."""
+    values = DRAWS.normal(size=(3, 64, 32, 32)).astype(np.float32)
+    maps = InFile(values.shape, tmp_path)
+    maps.put(values)
+    monkeypatch.setattr(block_runner, "STRIPE_BYTES", 32 << 10)
+    for whole in (maps, InMemory.of(values)):
+        source = block_runner.resized(Part(whole, 1, 3), size, size)
+        assert np.array_equal(source.rows(0, 2), images.resize(values[1:3], size, size))
+        assert np.array_equal(source.channels(slice(1, 2), slice(5, 50)), source.rows(1, 2)[:, 5:50])
+    source = block_runner.resized(maps, size, size)
+    tracemalloc.start()
+    made = source.rows(0, 1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes <= made.nbytes + min(source.example_bytes, values[0].nbytes / 4) + OBJECTS_BYTES
 
 
 def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row() -> None:
