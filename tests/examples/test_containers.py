@@ -69,9 +69,9 @@ def test_podman_builds_an_image_that_runs_as_an_ordinary_user(
     extras = {"coordinator": "identity,metrics", "agent": "identity,onnx"}[role]
     wheels = [sys.executable, "-m", "pip", "wheel", "-q", "--wheel-dir", str(tmp_path / "wheels"), f"{ROOT}[{extras}]"]
     subprocess.run(wheels, check=True)
-    built = ("--build-arg", "BASE=fedquilt-base", "--network", "none", "--isolation", "chroot")
+    built = ("--build-arg", "BASE=localhost/fedquilt-base", "--network", "host", "--isolation", "chroot")
     podman("build", *built, "--target", role, "--tag", role, str(tmp_path))
-    run = ("run", "--rm", "--network", "none", "--cgroups", "disabled")
-    assert __version__ in podman(*run, role, "--version")
-    assert podman(*run, "--entrypoint", "id", role, "-u").strip() == "10001"
-    podman(*run, "--entrypoint", "touch", role, "/var/lib/fedquilt/written")
+    run, image = ("run", "--rm", "--ulimit", "host", "--network", "none", "--cgroups", "disabled"), f"localhost/{role}"
+    assert __version__ in podman(*run, image, "--version")
+    assert podman(*run, "--entrypoint", "id", image, "-u").strip() == "10001"
+    podman(*run, "--entrypoint", "touch", image, "/var/lib/fedquilt/written")
