@@ -29,6 +29,7 @@ if __name__ == "__main__":
 
 import msgspec
 import numpy as np
+import processes
 from certified import Certified
 from mosquittos import Mosquitto
 from processes import DIGITS, NETWORK, Processes
@@ -302,10 +303,7 @@ class Site:
 
     def facts(self) -> list[AnyFact]:
         """The job's facts so far."""
-        if not (self.home / "fedquilt.db").exists():
-            return []
-        with Store(self.home) as store:
-            return [fact for _, _, fact in store.facts(store.job("digits").id)] if store.jobs() else []
+        return processes.facts(self.home)
 
     def ended(self) -> bool:
         return any(isinstance(fact, Ended) for fact in self.facts())

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 from federation import bundle_of, digits
 from mosquittos import Mosquitto
-from processes import Processes
+from processes import Processes, facts
 
 from fedquilt import config
 from fedquilt.coordinator import rounds, settings
@@ -209,10 +209,7 @@ class Campaign:
 
     def facts(self) -> list[AnyFact]:
         """The job's facts so far; none before it is queued."""
-        if not (self._home / "fedquilt.db").exists():
-            return []
-        with Store(self._home) as store:
-            return [fact for _, _, fact in store.facts(store.job("kills").id)] if store.jobs() else []
+        return facts(self._home, "kills")
 
     def _require(self) -> None:
         found = self.facts()

@@ -52,11 +52,12 @@ class Processes:
             self.kill(name)
 
 
-def facts(home: Path) -> list[AnyFact]:
+def facts(home: Path, run: str = "digits") -> list[AnyFact]:
+    """A job's facts so far; none before it is queued."""
     if not (home / "fedquilt.db").exists():
         return []
     with Store(home) as store:
-        return [fact for _, _, fact in store.facts(store.job("digits").id)] if store.jobs() else []
+        return [fact for _, _, fact in store.facts(store.job(run).id)] if store.jobs() else []
 
 
 def answers(home: Path, round: int) -> int:
