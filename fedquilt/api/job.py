@@ -135,6 +135,7 @@ class Job:
     check: jobs.Check | Mapping[str, Any] = jobs.Check()
     engine: str | None = None
     max_update_mb: int | None = None
+    priority: float = 1.0
     compare: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schedule: Mapping[str, Any] = field(default_factory=dict)
     input: Mapping[str, Any] = field(default_factory=dict)

@@ -7,15 +7,18 @@ from pathlib import Path
 
 from fedquilt import config
 from fedquilt.edge_agent import settings
-from fedquilt.tools.flash import targets
+from fedquilt.tools.flash import coordinator, targets
 
 PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 
 
 def test_its_settings_are_valid() -> None:
-    """As an agent reads them."""
-    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
-    assert settings.parse(config.parse(text, "docs/boards.md")).device == "orin-07"
+    """As an agent reads them, and the coordinator's as `flash --role coordinator` does."""
+    agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
+    assert settings.parse(config.parse(agent, "docs/boards.md")).device == "orin-07"
+    known = config.convert(config.parse(service, "docs/boards.md"), coordinator.Settings, "a coordinator's settings")
+    assert known.enrol is not None
+    assert known.enrol.hosts == ("hub.site",)
 
 
 def test_its_table_of_targets_is_complete() -> None:

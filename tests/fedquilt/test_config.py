@@ -99,7 +99,7 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str,
         ({"name": "job", "cohort": {"quorum": 2}}, "[cohort] quorum = 2: a number of at most 1 is wanted"),
         (
             {"name": "job", "cohort": {"deadline": "soon"}},
-            "[cohort] deadline = 'soon': there are: fixed, paper, predicted",
+            "[cohort] deadline = 'soon': there are: energy, fixed, paper, predicted",
         ),
         ({"name": "job", "engine": 3}, "engine = 3: text is wanted"),
         ({"name": "job", "donors": [{}, 3]}, "donors[1] = 3: a table is wanted"),

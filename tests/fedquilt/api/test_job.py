@@ -85,7 +85,7 @@ def test_a_job_is_frozen() -> None:
         (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
         (lambda: fq.Cohort(siz=3), r"\[cohort\]: there is no key 'siz'; keys of \[cohort\]: size, .*mean 'size'\?"),
         (lambda: fq.Cohort(quorum=2.0), r"\[cohort\]: quorum = 2.0: a number of at most 1 is wanted"),
-        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: fixed, paper"),
+        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
         (lambda: fq.Fleet(0), r"\[fleet\]: devices = 0: a whole number of at least 1 is wanted"),
         (
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], "more"),
