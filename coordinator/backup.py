@@ -1,7 +1,7 @@
 """Backups: one file with what a coordinator's home needs to go on, made while it is served, and homes made from it.
 
 A backup is a tar archive that only its owner may read. It holds the states and updates that some run still needs, all
-evaluations, the database of one moment, and last a manifest with the sha256 of each of them. Boards' readings
+evaluations and limits, the database of one moment, and last a manifest with the sha256 of each of them. Boards' readings
 (`boards.db`), which no run depends on, and bundles, which lie outside a home, are not part of it.
 
 A file or home has its name only when it is whole and on the disk. What a killed command leaves ends in .part, and the
@@ -25,6 +25,7 @@ from typing import IO, Final, NamedTuple
 import msgspec
 
 from fedquilt import __version__
+from fedquilt.coordinator import limits
 from fedquilt.coordinator.store import UNENDED, Row, Store
 from fedquilt.coordinator.store_rows import Rows, storing
 from fedquilt.core import UNDECODABLE, JobError, StoreError
@@ -32,7 +33,7 @@ from fedquilt.disk import REAL, doing
 
 FORMAT: Final = 1
 DATABASE: Final = "fedquilt.db"
-_MEMBER: Final = re.compile(r"blobs/[0-9a-f]{64}|fedquilt\.db|evaluations/[^/]+\.json|agents/.+")
+_MEMBER: Final = re.compile(r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|evaluations/[^/]+\.json|agents/.+")
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _WHEN_FULL: Final = "free some space or name another disk"
 _PIECE_BYTES: Final = 1 << 20
@@ -71,7 +72,8 @@ def save(store: Store, file: Path) -> Saved:
         archive = _Archive(raw)
         boards = _boards(store)
         blobs = _save_runs(store, archive, Path(f"{file}.part.db"))
-        for path in [*boards, *sorted((store.home / "evaluations").glob("*.json"))]:
+        settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
+        for path in [*settings, *boards, *sorted((store.home / "evaluations").glob("*.json"))]:
             archive.add(path.relative_to(store.home).as_posix(), path)
         archive.finish()
         raw.flush()

@@ -19,7 +19,7 @@ from homes import Federation, committed
 from ordinary import User
 
 from fedquilt.cli import main
-from fedquilt.coordinator import backup
+from fedquilt.coordinator import limits, backup
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, StoreError
@@ -99,6 +99,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
 
 
 def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path, tmp_path: Path) -> None:
+    (home / "limits.toml").write_text("running = 2\n")
     file = saved(home, tmp_path / "backup.tar")
     assert main(["restore", str(file), str(tmp_path / "again")]) == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -107,6 +108,7 @@ def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path,
     with Store(tmp_path / "again") as store, Store(home) as before:
         assert {path.name for path in (tmp_path / "again" / "blobs").iterdir()} == store.held() == before.held()
         assert store.all_jobs() == before.all_jobs()
+    assert limits.load(tmp_path / "again").running == 2
     assert not [each for each in contents(tmp_path) if ".part" in each]
 
 
