@@ -19,7 +19,7 @@ from homes import Federation, committed
 from ordinary import User
 
 from fedquilt.cli import main
-from fedquilt.coordinator import limits, backup
+from fedquilt.coordinator import backup, limits
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, StoreError
