@@ -1,9 +1,8 @@
 """Facts of a job, as its event log stores them, and the state that they add up to.
 
 `apply` folds one fact into the state, without I/O, a clock or randomness of its own. The server writes each fact to
-the event log before it acts on it, so replaying the log after a crash gives the same state. The table in
-`transitions`, which docs/jobs.md draws, lists the facts allowed in each phase; any other fact, and one of another
-round than the running one, is refused.
+the event log before it acts on it, so replaying the log after a crash gives the same state. `transitions` lists the
+facts allowed in each phase; any other fact, and one of another round than the running one, is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator import deadline, stop, transitions
 from fedquilt.coordinator.deadline import Ask, Short
+from fedquilt.coordinator.eligibility import BUSY
 from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
@@ -189,6 +189,7 @@ class Rounds(msgspec.Struct, frozen=True):
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
     roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
+    due: frozenset[str] = frozenset()  # who took part when devices were last asked in this attempt, asked or not
     silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
@@ -311,14 +312,13 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Lost():
             return _lost(state, fact, now_s)
         case Closed():
-            return replace(state, phase="closing", asked=frozenset())
+            return replace(state, phase="closing", asked=frozenset(), due=frozenset())
         case Extended():
             return replace(state, allowed_s=None, extended=True)
         case Reopened():
-            state = replace(state, attempt=fact.attempt, opened_s=now_s, extended=False)
+            state = replace(state, attempt=fact.attempt, opened_s=now_s, extended=False, due=frozenset())
             silent = (*(device for device in state.silent if device not in state.asked), *sorted(state.asked))
-            state = replace(state, silent=silent)
-            return replace(state, asked=frozenset(), declined={}, idle=frozenset())
+            return replace(state, silent=silent, asked=frozenset(), declined={}, idle=frozenset())
         case Committed():
             return _committed(state, fact, now_s)
 
@@ -329,6 +329,7 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
         state = replace(state, asked_s={}, work={}, roll=frozenset())
     return replace(
         state,
+        due=state.eligible.union(device for device, code in state.passed.items() if code == BUSY),
         asked=state.asked | set(fact.devices),
         roll=state.roll | set(fact.devices),
         asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},

@@ -103,12 +103,13 @@ def idle(state: Rounds, able: Collection[str]) -> bool:
 def wanted(state: Rounds, online: Collection[str]) -> int:
     """Number of contributions that close the round at once.
 
-    Without a size: of all devices that are present or asked in this attempt, and have not declined. A board that is
-    working on its task is waited for until the deadline, whether it looks online or not.
+    Without a size: of all devices that are present, asked in this attempt or due to be, and have not declined. A board
+    that is working on its task, or was left to another job, is waited for until the deadline, whether it looks online
+    or not.
     """
     if size := _size(state):
         return size
-    return max(len({*online, *state.answered, *state.asked} - set(state.declined)), least(state))
+    return max(len({*online, *state.answered, *state.asked, *state.due} - set(state.declined)), least(state))
 
 
 def _size(state: Rounds) -> int:
@@ -221,7 +222,8 @@ def _attend(
     enough = have >= quorum(state, want)
     left = set(online) - set(state.answered) - set(state.declined) - state.asked
     missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(state.asked & set(online))
-    waits = missing > 0 and (most < 1 or not left.isdisjoint(busy))  # others have boards that this round needs
+    apart = frozenset() if _size(state) else state.due.difference(online, state.answered, state.declined, state.asked)
+    waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
     if enough and state.extended:
         return Closed(state.round)
     if now_s >= next_s(state):

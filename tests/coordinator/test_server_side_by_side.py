@@ -176,6 +176,34 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(tmp_path: Path)
     stage.store.close()
 
 
+def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(
+    tmp_path: Path,
+) -> None:
+    """It hears of none at first; the round of all boards goes on with those that the log knows to be due."""
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    first, a, b = stage.job, stage.hand("a"), stage.hand("b")
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    a.answer(ones())
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    for hand in (a, b):
+        hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.restart()
+    stage.play(25.0)  # longer than a grace
+    assert facts(stage, second, Committed) == []
+    for hand in (a, b):
+        hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
+    b.answer(ones())
+    stage.play()
+    b.answer(ones(2.0))
+    stage.play()
+    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    assert {fact.update.device for fact in facts(stage, second, Answered)} == {"a", "b"}
+    stage.store.close()
+
+
 def test_an_old_message_about_one_job_takes_nothing_from_another(tmp_path: Path) -> None:
     """A claim or an update of a job that has closed its round, from a board that another has."""
     stage = Stage(tmp_path, Limits(), cohort=LONG)
