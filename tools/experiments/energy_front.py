@@ -19,7 +19,7 @@ from fedquilt.coordinator import deadline, energy_plan, tasks
 from fedquilt.coordinator.deadline import RECENT, Ask, Took
 from fedquilt.coordinator.energy_plan import Board, Choice, Plan
 from fedquilt.coordinator.preflight import first_state
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import Cohort, Job
 from fedquilt.core import Device, DeviceView, JobError
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import events, messages
@@ -159,13 +159,25 @@ def lines(found: Front, job: Job) -> list[str]:
         rows = [row[:3] for row in rows]
     text = columns.table(rows, "<>>~" if found.epochs else "<>>")
     told = [f"{len(found.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
-    told.append('chosen: by deadline = "energy" and its bounds in [cohort]')
+    told.append(f'chosen: by deadline = "energy" and its bounds in [cohort]{_missed(found.chosen, job.cohort)}')
     told += ['predicted: by deadline = "predicted"'] if found.predicted else []
     if found.epochs:
         told.append(f"even: the cheapest plan with {found.epochs} epochs on every board")
     else:
         told.append(f"{job.method}: every board trains as much as the job says; only a round's time is chosen")
     return told
+
+
+def _missed(plan: Plan, cohort: Cohort) -> str:
+    """Bound of [cohort] that the chosen plan does not keep, as no plan does, in a line of its own; "": it keeps all."""
+    for name, bound, reached in (
+        ("joules_per_round", cohort.joules_per_round, plan.joules),
+        ("seconds_per_round", cohort.seconds_per_round, plan.seconds),
+        ("deadline_s", cohort.deadline_s, plan.seconds),
+    ):
+        if bound is not None and reached > bound * (1 + 1e-9):
+            return f"\nno plan keeps {name} = {plots.short(bound)}: chosen is the one that comes nearest"
+    return ""
 
 
 def _epochs(found: Front, plan: Plan) -> str:

@@ -65,6 +65,16 @@ def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest
         assert chosen["seconds"] <= middle["seconds"] * 1.00001
 
 
+def test_a_bound_that_no_plan_keeps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan that comes nearest is chosen all the same; a bound that holds is not spoken of."""
+    for bound in ("joules_per_round = 0.001", "seconds_per_round = 0.001"):
+        assert main(["front", str(job(tmp_path, more=bound))]) == 0
+        assert f"no plan keeps {bound}: chosen is the one that comes nearest" in capsys.readouterr().out
+    for bound in ("joules_per_round = 100000", "seconds_per_round = 100"):
+        assert main(["front", str(job(tmp_path, more=bound))]) == 0
+        assert "no plan keeps" not in capsys.readouterr().out
+
+
 def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
