@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         with _interruptible(), top.make_context("fedquilt", words) as context:
-            return int(top.invoke(context) or 0)
+            code = int(top.invoke(context) or 0)
+            sys.stdout.flush()
+            return code
     except click.exceptions.Exit as end:
         raise SystemExit(end.exit_code) from None
     except click.UsageError as error:
@@ -62,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"fedquilt: {extras.missing(error.name or '')}", file=sys.stderr)
         return JobError.exit_code
-    except BrokenPipeError:
+    except BrokenPipeError:  # nobody reads any more; what is left in the buffer goes nowhere, and without a complaint
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         print(f"fedquilt: {error.strerror}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -326,3 +329,15 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
         code, said = failed(capsys, *words, *home)
         assert code != 0
         assert "cannot be read by this version" in said
+
+
+def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
+    """As `fedquilt logs RUN | head` does: the command ends as other programs do, and complains of nothing."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for words in (["methods"], ["init", "--out", str(tmp_path / "job.toml")]):
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "fedquilt.cli", *words]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=buffered)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (141, b"")
