@@ -204,6 +204,25 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
     stage.store.close()
 
 
+def test_a_board_of_another_job_that_is_gone_for_good_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    """It was never asked for this round, so that it costs no attempt: the one attempt suffices for the others."""
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    second = stage.add("k", cohort={"deadline_s": 60.0, "attempts": 1})
+    a.answer(ones())
+    stage.play()
+    a.answer(ones())
+    b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play(50.0)
+    assert facts(stage, second, Committed) == []
+    stage.play(15.0)
+    assert [fact.attempt for fact in facts(stage, second, Reopened)] == [0]
+    assert stage.store.status(second) == "done"
+    assert [fact.update.device for fact in facts(stage, second, Answered)] == ["a"]
+    stage.store.close()
+
+
 def test_an_old_message_about_one_job_takes_nothing_from_another(tmp_path: Path) -> None:
     """A claim or an update of a job that has closed its round, from a board that another has."""
     stage = Stage(tmp_path, Limits(), cohort=LONG)
