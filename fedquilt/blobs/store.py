@@ -27,7 +27,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -95,11 +95,12 @@ class Depot:
     def file(self, sha256: str) -> str | None:
         """Path of a whole blob as text."""
         path = self._at(sha256)
-        if self._sound(sha256, opens=self._durable) is not None:
-            return path
-        if self._pack is None or sha256 not in self._pack:
-            return None
         with self._doing(f"read blob {sha256[:12]}"):
+            with suppress(FileNotFoundError):  # another process has dropped it meanwhile
+                if self._sound(sha256, opens=self._durable) is not None:
+                    return path
+            if self._pack is None or sha256 not in self._pack:
+                return None
             self._store(self._pack.read(sha256), sha256)
         return path
 
