@@ -16,7 +16,7 @@ from fedquilt.coordinator import admission
 from fedquilt.coordinator.facts import AnyFact, Committed
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.serving import Serving
 from fedquilt.core import BlobRef
 from fedquilt.disk import Place
 from fedquilt.testing.faults import search
@@ -136,7 +136,7 @@ def no_blob_hash(patch: Patch) -> None:
 
 def an_acknowledgement_before_the_record(patch: Patch) -> None:
     """What follows from a fact is done before the facts of a step are written."""
-    patch.setattr(Server, "_act", lambda self, action, now_s: self._do(action, now_s))
+    patch.setattr(Serving, "_act", Serving.do)
 
 
 PLANTS: tuple[Callable[[Patch], None], ...] = (
