@@ -1,8 +1,8 @@
 """Backups: one file with what a coordinator's home needs to go on, made while it is served, and homes made from it.
 
 A backup is a tar archive that only its owner may read. It holds the states and updates that some run still needs, all
-evaluations and limits, the database of one moment, and last a manifest with the sha256 of each of them. Readings of boards
-(`boards.db`), which no run depends on, and bundles, which lie outside a home, are not part of it.
+evaluations and limits, the database of one moment, and last a manifest with the sha256 of each of them. Readings of
+boards (`boards.db`), which no run depends on, and bundles, which lie outside a home, are not part of it.
 
 A file or home has its name only when it is whole and on the disk. What a killed command leaves ends in .part, and the
 next command for the same name begins it anew.
