@@ -12,6 +12,7 @@ from fedquilt import wire
 from fedquilt.cli import main
 from fedquilt.coordinator import housekeeping
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Reopened, Surveyed
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits, Retention, Submitter
 from fedquilt.coordinator.views import log, why
 from fedquilt.core import Task
@@ -97,6 +98,54 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
     b.answer(ones())
     stage.play()
     assert stage.store.status(second) == "done"
+    stage.store.close()
+
+
+def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(tmp_path: Path) -> None:
+    """The job gave its place away while its board was gone, and comes back when the board is at the other's task."""
+    stage = Stage(tmp_path, Limits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
+    first, a = stage.job, stage.hand("a")
+    stage.play()
+    a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    second = stage.add("k", cohort=LONG)
+    while [job.id for job in stage.server.jobs()] != [second]:
+        stage.play(0.5)
+    a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
+    stage.play(5.0)
+    stage.server._limits = Limits(running=2)
+    stage.play(5.0)
+    assert stage.server.job(first) is not None
+    stage.play(350.0)
+    assert {fact.attempt for fact in facts(stage, first, Reopened)} == {0}
+    a.answer(ones())
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    stage.store.close()
+
+
+@pytest.mark.parametrize("bad", ["a", "abcd"])
+def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    """Its other boards are sent nothing for a job that has ended, and are another job's at once."""
+    plain = Running.task
+
+    def task(self: Running, device: str, *rest: Any) -> Task | None:
+        if device in bad and self.job.name == "j":
+            raise ValueError("no task")
+        return plain(self, device, *rest)
+
+    monkeypatch.setattr(Running, "task", task)
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    stage.play()
+    assert [fact.status for fact in facts(stage, stage.job, Ended)] == ["failed"]
+    assert [hand.tasks[-1].job for hand in hands] == [second] * 4  # type: ignore[union-attr]
+    assert {task.job for hand in hands for task in hand.tasks if task} == {second}
     stage.store.close()
 
 
