@@ -311,6 +311,8 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(tmp_path: Path) ->
     stage.play()
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
+    codes = {name: part.code for name, part in why.of(stage.store, stage.job)[0].items()}
+    assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
     at_work[0].answer(ones())
     stage.play()
     assert len([hand for hand in hands if hand.tasks and hand.tasks[-1]]) == 2
@@ -318,6 +320,23 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(tmp_path: Path) ->
     work(stage, workers, 10.0)
     assert stage.store.status(stage.job) == "done"
     assert len(stage.told(Answered)) == 4
+    stage.store.close()
+
+
+def test_why_says_that_a_job_waits_for_its_submitters_share(tmp_path: Path) -> None:
+    """Once, though its wait is long; a cohort that the share does not limit has devices that were not drawn."""
+    stage = Stage(tmp_path, Limits(submitter=Submitter(share=0.5)), cohort={**LONG, "size": 2})
+    hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    second = stage.add("k", cohort={**LONG, "size": 1})
+    stage.play(30.0)
+    codes = [part.code for part in why.of(stage.store, stage.job)[0].values()]
+    assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
+    assert "share" in {part.code for part in why.of(stage.store, second)[0].values()}
+    assert len(facts(stage, second, Surveyed)) == 1
+    work(stage, [Worker(hand, {}) for hand in hands], 10.0)
+    assert [stage.store.status(id) for id in (stage.job, second)] == ["done", "done"]
+    assert "share" not in {part.code for part in why.of(stage.store, second)[0].values()}
     stage.store.close()
 
 
