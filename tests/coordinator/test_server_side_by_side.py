@@ -276,6 +276,18 @@ def test_two_jobs_share_the_boards_time_fairly(tmp_path: Path, priority: float, 
     stage.store.close()
 
 
+def test_a_job_that_comes_later_starts_level_with_the_others(tmp_path: Path) -> None:
+    """It has half of the boards' time from its beginning, not all of it until it has had as much."""
+    stage = Stage(tmp_path, Limits(), rounds=10_000, cohort=LONG)
+    workers = [Worker(stage.hand(name), {}) for name in "ab"]
+    work(stage, workers, 60.0)
+    second, before = stage.add("k", rounds=10_000, cohort=LONG), len(facts(stage, stage.job, Answered))
+    work(stage, workers, 30.0)
+    answers = len(facts(stage, stage.job, Answered)) - before, len(facts(stage, second, Answered))
+    assert answers[0] / sum(answers) == pytest.approx(0.5, rel=0.2)
+    stage.store.close()
+
+
 def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(tmp_path: Path) -> None:
     """A board that is at another job's task is noted as busy when the others are asked, and not before."""
     stage = Stage(tmp_path, Limits(), cohort={**LONG, "size": 1})
