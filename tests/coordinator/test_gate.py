@@ -138,6 +138,7 @@ def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(
     field.heard(LOOKED_S)
     for device in "abcdefg":
         field.say(device)
+    field.say("b", f"blob/{'0' * 64}/7", 100)
     assert {device for device, count in field.heard().items() if count} >= set("acdefg")
     assert "b" not in field.heard()
     assert field.link.filters == list(TOPICS.for_coordinator())

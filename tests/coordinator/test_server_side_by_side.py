@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,25 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(tmp_path: P
     a.answer(ones())
     stage.play()
     assert stage.store.status(second) == "done"
+    stage.store.close()
+
+
+def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age counts from its end."""
+    stage = Stage(tmp_path, Limits(retention=Retention(older_than="1h")), cohort=LONG)
+    now, a = time.time(), stage.hand("a")
+    for later_s, left in ((7200.0, [stage.job]), (10_000.0, [stage.job]), (11_000.0, [])):
+        monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)
+        stage.play()
+        if later_s == 7200.0:
+            a.answer(ones())
+            stage.play()
+            assert stage.store.status(stage.job) == "done"
+        stage.server._tidy_s = 0.0
+        stage.play()
+        assert [row.id for row in stage.store.jobs()] == left
     stage.store.close()
 
 
