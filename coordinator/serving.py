@@ -149,9 +149,16 @@ class Serving:
 
         What it did not use while its boards were not there is not made up for later.
         """
-        if self._idle(now_s) and self._desk.loans.elsewhere(self.id).isdisjoint(self._able(now_s)):
+        if self._idle(now_s) and not self._waits_for_others(now_s):
             self._desk.loans.level(self.id, least_s * self.job.job.priority, now_s)
             self._rounds_s = (self._rounds_s[0], self._had_s(now_s))
+
+    def _waits_for_others(self, now_s: float) -> bool:
+        """Whether there are devices enough for it, some of which other jobs have."""
+        registry = self._desk.registry
+        barred = registry.barred(self.job.wants, now_s)
+        enough = len(registry.seen(now_s)) - len(barred) >= rounds.needed(self.job.rounds)
+        return enough and any(device not in barred for device in self._desk.loans.elsewhere(self.id))
 
     def _had_s(self, now_s: float) -> float:
         return self._desk.loans.seconds(self.id, now_s) / self.job.job.priority
