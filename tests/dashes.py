@@ -29,7 +29,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 
 def names(count: int) -> list[str]:

@@ -21,7 +21,7 @@ from wired import MESSAGES
 from fedquilt import checked, compression, config, enrolment, graph_check, profiles, tensors, wire
 from fedquilt.blobs import chunks, pack
 from fedquilt.bundle import Index
-from fedquilt.coordinator import facts, manifest, settings, store_rows, write_ahead
+from fedquilt.coordinator import backup, facts, manifest, settings, store_rows, write_ahead
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.scores import Score, Scores
 from fedquilt.core import (
@@ -346,6 +346,15 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
         return write_ahead.look(REAL, folder / "fedquilt.db").lost(REAL)
 
     shutil.copy(known / "fedquilt.db-shm", folder)
+    with Store(folder / "saved") as store:
+        store.add(settings.parse({"name": "digits", "method": "fedavg"}), folder / "bundle")
+        backup.save(store, folder / "whole.tar")
+
+    def restored(payload: bytes) -> object:
+        (folder / "changed.tar").write_bytes(payload)
+        shutil.rmtree(folder / "again", ignore_errors=True)
+        return backup.restore(folder / "changed.tar", folder / "again")
+
     return {
         "facts": Decoder(
             "coordinator/store_rows.py",
@@ -383,11 +392,28 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             (checked.encode(scored),),
             summed,
         ),
+        "backup": Decoder(
+            "coordinator/backup.py", restored, (StoreError,), ((folder / "whole.tar").read_bytes(),), named, share=0.02
+        ),
         "pack": Decoder("fedquilt/blobs/pack.py", unpacked, (OSError,), (packed,), share=0.5),
         "write-ahead log": Decoder(
             "coordinator/write_ahead.py", taken_up, (), ((known / "fedquilt.db-wal").read_bytes(),), share=0.05
         ),
     }
+
+
+def named(payload: bytes) -> bytes:
+    """A backup whose manifest, the last member, is named by what it holds, with the right sum of that header."""
+    at = payload.rfind(b"manifest-") // 512 * 512
+    header, rest = bytearray(payload[at : at + 512]), payload[at + 512 :]
+    size = header[124:135]
+    if at < 0 or len(header) < 512 or not size.isdigit():
+        return payload
+    content = rest[: int(size, 8)] if not set(size) & set(b"89") else rest
+    header[9:73] = hashlib.sha256(content).hexdigest().encode()
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return payload[:at] + bytes(header) + rest
 
 
 def summed(payload: bytes) -> bytes:

@@ -30,7 +30,19 @@ SEEDS: Final = "100000"  # that `fedquilt simulate` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
-BENCHES: Final = ("idle", "blobs", "costs", "stitch", "memory", "energy", "deadlines", "footprint", "sensors", "fedsq")
+BENCHES: Final = (
+    "idle",
+    "blobs",
+    "costs",
+    "stitch",
+    "memory",
+    "energy",
+    "deadlines",
+    "footprint",
+    "sensors",
+    "fedsq",
+    "dash",
+)
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",

@@ -136,7 +136,7 @@ def no_blob_hash(patch: Patch) -> None:
 
 def an_acknowledgement_before_the_record(patch: Patch) -> None:
     """What follows from a fact is done before the facts of a step are written."""
-    patch.setattr(Serving, "_act", Serving.do)
+    patch.setattr(Serving, "_act", lambda self, action, now_s: self.do(action, now_s))
 
 
 PLANTS: tuple[Callable[[Patch], None], ...] = (

@@ -26,6 +26,8 @@ REPLAYS = (
     "seed=5155 size=2 deadline_s=4.0 slow:dev-2,5.0 cut:dev-0,3.22,15.0,1",
     # a disk failed in the middle of one job's answer, and the next job's deleted the private state that it had moved
     "seed=26 method=fedpews devices=2 rounds=1 jobs=2 refuse:dev-1,106,1,readonly",
+    # a blob could not be read once more when its task began, and the agent ended
+    "seed=74 devices=2 rounds=1 jobs=2 refuse:dev-0,78,1,io",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )
