@@ -96,14 +96,9 @@ class Depot:
         """Path of a whole blob as text."""
         path = self._at(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
-<<<<<<< HEAD
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable) is not None:
                     return path
-=======
-            if self._sound(sha256, opens=self._durable) is not None:
-                return path
->>>>>>> integ
             if self._pack is None or sha256 not in self._pack:
                 return None
             self._store(self._pack.read(sha256), sha256)

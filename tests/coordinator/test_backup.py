@@ -18,6 +18,7 @@ import pytest
 from homes import Federation, committed
 from ordinary import User
 
+from fedquilt.blobs.store import Depot
 from fedquilt.cli import main
 from fedquilt.coordinator import backup, limits
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended
@@ -144,6 +145,19 @@ def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path
     path = home / "blobs" / state
     path.write_bytes(b"\0" + path.read_bytes()[1:])
     with pytest.raises(StoreError, match=f"blob {state[:12]} of .* is missing or damaged"):
+        saved(home, tmp_path / "backup.tar")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hashed is what is written into the backup."""
+    with Store(home) as store:
+        state = min(store.states())
+    (home / "blobs" / state).write_bytes(b"x")
+    monkeypatch.setattr(Depot, "path", lambda depot, sha256: depot.folder / sha256)
+    with pytest.raises(StoreError, match=f"{state} is damaged: it is not what its name says"):
         saved(home, tmp_path / "backup.tar")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 

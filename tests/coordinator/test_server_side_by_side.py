@@ -179,6 +179,22 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(tmp_path: Path) -
     stage.store.close()
 
 
+def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(tmp_path: Path) -> None:
+    """Though no attempt of the round asks it any more."""
+    stage = Stage(tmp_path, Limits(), cohort={"deadline_s": 10.0, "attempts": 3})
+    a = stage.hand("a")
+    stage.play()
+    a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play(35.0)
+    assert facts(stage, stage.job, Reopened)
+    assert stage.server.jobs()[0].rounds.silent == ("a",)
+    assert a.tasks[-1] is not None
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    assert a.tasks[-1] is None
+    stage.store.close()
+
+
 def test_one_job_is_stopped_while_the_other_runs(tmp_path: Path) -> None:
     """Its boards are the other's at once; resumed, it asks those of its cohort as they are free."""
     stage = Stage(tmp_path, Limits(), cohort=LONG)
