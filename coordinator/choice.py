@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import msgspec
 
 from fedquilt.coordinator import cohort, rounds
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.eligibility import BUSY
+from fedquilt.coordinator.eligibility import BUSY, SHARE
 from fedquilt.coordinator.facts import AnyFact, Asked
 from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.job import Running
@@ -46,18 +47,36 @@ def decide(
     if short := rounds.left_alone(job.rounds, free, ask):
         passed, free = {**passed, **short}, free - short.keys()
     taken = (busy & free) - set(at_work)
-    fact = rounds.decide(job.rounds, now_s, free | set(at_work), ask, taken, most)
+    following = partial(rounds.decide, job.rounds, now_s, free | set(at_work), ask, taken)
+    fact = following(most)
     if fact is None and (late := rounds.too_late(job.rounds, waits_s, len(free))) is not None:
         return late
     if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
+    spared = _spared(job, fact, free - taken, most, following)
     if taken and not isinstance(fact, Asked):  # a job that waits does not log each coming and going of other jobs
         taken = {device for device in taken if job.rounds.passed.get(device) == BUSY}
     if taken:
         passed, free = {**passed, **dict.fromkeys(taken, BUSY)}, free - taken
+    if spared:
+        passed, free = {**passed, **dict.fromkeys(spared, SHARE)}, free - spared
     thrifty = job.job.cohort.prefer == "energy"
     costs = cohort.costs({device: fleet[device].profile for device in free}) if thrifty else {}
     noted = rounds.survey(job.rounds, free, passed, costs)
     if noted is not None or not isinstance(fact, Asked):
         return noted or fact
     return msgspec.structs.replace(fact, coverage=job.covered(fact, fleet))
+
+
+def _spared(
+    job: Running, fact: Asked | None, free: set[str], most: float, unlimited: Callable[[], AnyFact | None]
+) -> set[str]:
+    """Free devices that would be asked now if more than `most` might be; while the job waits, those noted as such."""
+    if fact is None:
+        noted = {device for device in free if job.rounds.passed.get(device) == SHARE}
+        if noted or most >= 1:
+            return noted
+    elif len(fact.devices) < most:
+        return set()
+    wider, asked = unlimited(), fact.devices if fact is not None else ()
+    return set(wider.devices).difference(asked) if isinstance(wider, Asked) else set()

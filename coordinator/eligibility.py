@@ -16,7 +16,8 @@ from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Profile
 from fedquilt.wire import Telemetry
 
-BUSY: Final = "busy"  # not a matter of the device and the job alone: `Serving` knows it
+BUSY: Final = "busy"  # not a matter of the device and the job alone, nor is the next: `Serving` knows them
+SHARE: Final = "share"
 
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
@@ -30,9 +31,10 @@ REASONS: Final[Mapping[str, str]] = {
     "hot": "hotter than [cohort] max_temperature_c",
     "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
     BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
+    SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
 
-ABLE: Final = frozenset({"battery", "hot", "memory", BUSY})  # reasons of devices that could work, but are spared
+ABLE: Final = frozenset({"battery", "hot", "memory", BUSY, SHARE})  # reasons of devices that could work, but are spared
 
 
 class Seen(NamedTuple):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator import deadline, stop, transitions
 from fedquilt.coordinator.deadline import Ask, Short
-from fedquilt.coordinator.eligibility import BUSY
+from fedquilt.coordinator.eligibility import BUSY, SHARE
 from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
@@ -329,7 +329,7 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
         state = replace(state, asked_s={}, work={}, roll=frozenset())
     return replace(
         state,
-        due=state.eligible.union(device for device, code in state.passed.items() if code == BUSY),
+        due=state.eligible.union(device for device, code in state.passed.items() if code in (BUSY, SHARE)),
         asked=state.asked | set(fact.devices),
         roll=state.roll | set(fact.devices),
         asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},

@@ -149,8 +149,10 @@ class Gate:
     def _meet(self, device: str) -> None:
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
-            if self._narrow:
+            if self._narrow and len(self._known) <= KNOWN_MOST:
                 self._link.subscribe(self._branches([device]))
+            elif self._narrow:
+                self._widen()
 
     def _set_aside(self, device: str) -> None:
         self._flooded.append(device)
@@ -162,6 +164,12 @@ class Gate:
             self._link.subscribe(self._branches([each for each in self._known if each not in self._aside]))
             self._link.unsubscribe(self._topics.for_coordinator())
 
+    def _widen(self) -> None:
+        """Subscribe to all devices by one filter again."""
+        self._narrow, self._look_s, self._looked_s = False, math.inf, math.inf
+        self._link.subscribe(self._topics.for_coordinator())
+        self._link.unsubscribe([*self._branches(list(self._known)), self._presences])
+
     def _tend(self) -> None:
         """Let devices back whose time is over, and look for new ones."""
         back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
@@ -170,10 +178,7 @@ class Gate:
         if not self._narrow:
             return
         if not self._aside:
-            self._narrow, self._look_s, self._looked_s = False, math.inf, math.inf
-            self._link.subscribe(self._topics.for_coordinator())
-            self._link.unsubscribe([*self._branches(list(self._known)), self._presences])
-            return
+            return self._widen()
         if back:
             self._link.subscribe(self._branches(back))
         if self.now_s >= self._looked_s:

@@ -10,11 +10,13 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from fedquilt.coordinator.limits import Retention
 from fedquilt.coordinator.store import Row, Store, Unreadable
+from fedquilt.core import JobError
 from fedquilt.disk import REAL, doing
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -74,6 +76,8 @@ def own(store: Store) -> dict[str, int]:
 def retire(store: Store, retention: Retention, now: float, in_use: Collection[str]) -> list[str]:
     """Remove ended runs that need not be kept, by the process that serves the home; returns their ids.
 
+    Their ages count from their last facts: a run that took longer than `older_than` is there when somebody looks.
+
     Args:
         store: of the home.
         retention: what is kept.
@@ -85,10 +89,21 @@ def retire(store: Store, retention: Retention, now: float, in_use: Collection[st
     """
     if retention.keep is None and retention.older_s is None:
         return []
-    ids = old(store.all_jobs(), now, retention.keep, retention.older_s)
+    older_s = retention.older_s
+    ids = old(store.all_jobs(), now, retention.keep, older_s)
+    ids = [id for id in ids if older_s is None or now - _ended(store, id) > older_s]
     if ids:
         remove(store, ids, in_use)
     return ids
+
+
+def _ended(store: Store, run: str) -> float:
+    """Wall-clock seconds of a run's last fact; 0: it has none that can be read."""
+    last = 0.0
+    with suppress(JobError):
+        for _, at, _ in store.facts(run):
+            last = at
+    return last
 
 
 def remove(store: Store, ids: Collection[str], in_use: Collection[str] = ()) -> Swept:

@@ -25,7 +25,7 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ended runs that are kept: [retention]. With both, runs that both select are deleted; with neither, none."""
 
     keep: Annotated[int, Meta(ge=0)] | None = None
-    older_than: str | None = None
+    older_than: str | None = None  # since the end of a run
 
     @property
     def older_s(self) -> float | None:

@@ -95,9 +95,15 @@ def next_s(state: Rounds) -> float:
     return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
 
 
-def idle(state: Rounds, able: Collection[str]) -> bool:
-    """Whether the running round waits while no device works on it; `able` are the devices that could."""
-    return state.phase in ("selecting", "open") and not state.asked & set(able)
+def idle(state: Rounds, able: Collection[str], busy: AbstractSet[str] = frozenset()) -> bool:
+    """Whether the running round waits while no device works on it.
+
+    Args:
+        state: of the job.
+        able: devices that could work on it.
+        busy: devices that other jobs have, also of those that this one has asked.
+    """
+    return state.phase in ("selecting", "open") and not (state.asked - busy) & set(able)
 
 
 def wanted(state: Rounds, online: Collection[str]) -> int:
@@ -220,8 +226,9 @@ def _attend(
     if have >= want:
         return Closed(state.round)
     enough = have >= quorum(state, want)
-    left = set(online) - set(state.answered) - set(state.declined) - state.asked
-    missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(state.asked & set(online))
+    at_work = state.asked - busy  # after a restart or a pause, another job may have a device that was asked
+    left = set(online) - set(state.answered) - set(state.declined) - at_work
+    missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(at_work & set(online))
     apart = frozenset() if _size(state) else state.due.difference(online, state.answered, state.declined, state.asked)
     waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
     if enough and state.extended:

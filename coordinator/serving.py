@@ -134,7 +134,7 @@ class Serving:
 
     def wait(self, now_s: float) -> turns.Wait:
         """How long it has waited for boards."""
-        if not rounds.idle(self.job.rounds, self._able(now_s)):
+        if not self._idle(now_s):
             self._busy_s = now_s
         return turns.Wait(now_s - self._busy_s, self.job.rounds.phase != "selecting")
 
@@ -142,18 +142,23 @@ class Serving:
         """What it has had of the boards' time."""
         had_s = self._had_s(now_s)
         round_s, until_s = self._rounds_s
-        working = not rounds.idle(self.job.rounds, self._able(now_s))
-        return turns.Claim(had_s, max(round_s, had_s - until_s), self.job.rounds.roll, working)
+        return turns.Claim(had_s, max(round_s, had_s - until_s), self.job.rounds.roll, not self._idle(now_s))
 
     def level(self, least_s: float, now_s: float) -> None:
         """Count as much of the boards' time as the job at work that has had least, if this one waits for no other's.
 
         What it did not use while its boards were not there is not made up for later.
         """
-        able = self._able(now_s)
-        if rounds.idle(self.job.rounds, able) and self._desk.loans.elsewhere(self.id).isdisjoint(able):
+        if self._idle(now_s) and not self._waits_for_others(now_s):
             self._desk.loans.level(self.id, least_s * self.job.job.priority, now_s)
             self._rounds_s = (self._rounds_s[0], self._had_s(now_s))
+
+    def _waits_for_others(self, now_s: float) -> bool:
+        """Whether there are devices enough for it, some of which other jobs have."""
+        registry = self._desk.registry
+        barred = registry.barred(self.job.wants, now_s)
+        enough = len(registry.seen(now_s)) - len(barred) >= rounds.needed(self.job.rounds)
+        return enough and any(device not in barred for device in self._desk.loans.elsewhere(self.id))
 
     def _had_s(self, now_s: float) -> float:
         return self._desk.loans.seconds(self.id, now_s) / self.job.job.priority
@@ -260,11 +265,11 @@ class Serving:
     def issue(self, device: str, now_s: float) -> None:
         """Send a device its task of the running round (again), as soon as it can be sent."""
         job, desk = self.job, self._desk
-        if device not in job.rounds.asked:
+        if job.rounds.phase != "open" or device not in job.rounds.asked:  # it may have ended with another device's task
             return
         profile = desk.registry.profile_of(device)
         # after a restart the profile, which names its engine, may not be here yet
-        if not desk.loans.lend(device, self.id, now_s) or profile is None:
+        if profile is None or not desk.loans.lend(device, self.id, now_s):
             return self.unsent.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:
@@ -311,13 +316,17 @@ class Serving:
     def _able(self, now_s: float) -> Collection[str]:
         return self._desk.registry.able(self.job.engines, now_s).keys()
 
+    def _idle(self, now_s: float) -> bool:
+        """Whether no device works on the running round: none was asked, or those that were have gone or are others'."""
+        return rounds.idle(self.job.rounds, self._able(now_s), self._desk.loans.elsewhere(self.id))
+
     def _at_work(self, now_s: float) -> set[str]:
-        """Devices with a task, whatever else is known of them.
+        """Devices with a task of this job, whatever else is known of them.
 
         Just after a start these are all devices asked: boards that are away for a moment, as they may have been
         when their wills were published, get the same grace as with a coordinator that has been running all along.
         """
-        asked = set(self.asked)
+        asked = set(self.asked - self._desk.loans.elsewhere(self.id))
         return asked if now_s < self._opened_s + GRACE_S else asked.intersection(self._able(now_s))
 
     def _fail(self, error: Exception, now_s: float) -> None:

@@ -127,10 +127,11 @@ def waiting(
         able: devices that are online and have one of the engines.
         busy: devices that other jobs have.
     """
-    if not rounds.idle(state, able):
+    if not rounds.idle(state, able, busy):
         return None
     if state.asked:
-        return f"{_names(sorted(state.asked))}: offline"
+        absent = {"offline": state.asked - busy, "at other jobs' tasks": state.asked & busy}
+        return "; ".join(f"{_names(sorted(devices))}: {where}" for where, devices in absent.items() if devices)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""

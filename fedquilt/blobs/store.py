@@ -27,7 +27,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -96,8 +96,9 @@ class Depot:
         """Path of a whole blob as text."""
         path = self._at(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
-            if self._sound(sha256, opens=self._durable) is not None:
-                return path
+            with suppress(FileNotFoundError):  # another process has dropped it meanwhile
+                if self._sound(sha256, opens=self._durable) is not None:
+                    return path
             if self._pack is None or sha256 not in self._pack:
                 return None
             self._store(self._pack.read(sha256), sha256)

@@ -18,6 +18,7 @@ import pytest
 from homes import Federation, committed
 from ordinary import User
 
+from fedquilt.blobs.store import Depot
 from fedquilt.cli import main
 from fedquilt.coordinator import backup, limits
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended
@@ -148,6 +149,19 @@ def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hashed is what is written into the backup."""
+    with Store(home) as store:
+        state = min(store.states())
+    (home / "blobs" / state).write_bytes(b"x")
+    monkeypatch.setattr(Depot, "path", lambda depot, sha256: depot.folder / sha256)
+    with pytest.raises(StoreError, match=f"{state} is damaged: it is not what its name says"):
+        saved(home, tmp_path / "backup.tar")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
 def test_neither_overwrites_anything(home: Path, tmp_path: Path) -> None:
     file = saved(home, tmp_path / "backup.tar")
     before = file.read_bytes()
@@ -229,6 +243,19 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
     assert main(["backup", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6
 
 
+def test_a_backup_that_lacks_a_file_of_its_manifest_is_refused(home: Path, tmp_path: Path) -> None:
+    """Though what it holds is whole: a tool for archives left one out."""
+    file = saved(home, tmp_path / "backup.tar")
+    with tarfile.open(file) as whole, tarfile.open(tmp_path / "less.tar", "w") as less:
+        blob, *_ = [member for member in whole if member.name.startswith("blobs/")]
+        for member in whole:
+            if member is not blob:
+                less.addfile(member, whole.extractfile(member))
+    with pytest.raises(StoreError, match=f"{blob.name} is not what was saved"):
+        backup.restore(tmp_path / "less.tar", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 def in_child(act: Callable[[], Any], die_at: int) -> bool:
     """Do something in a process that ends at its `die_at`th step on the disk; whether it came to its end."""
     child = os.fork()
@@ -301,11 +328,13 @@ def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home: Path, tmp_p
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backup.tar", "run"]
 
 
+@pytest.mark.parametrize("status", ["running", "stopped"])
 def test_a_simulated_fleet_at_work_is_refused_and_its_boards_are_saved_when_it_rests(
-    home: Path, tmp_path: Path
+    home: Path, tmp_path: Path, status: str
 ) -> None:
     with Store(home) as store:
         run = store.jobs()[0].id
+        store.set_status(run, status)
     (home / "agents" / run / "board-0").mkdir(parents=True)
     (home / "agents" / run / "board-0" / "state").write_bytes(b"its own")
     with Store(home) as serving:

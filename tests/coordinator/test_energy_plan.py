@@ -156,3 +156,11 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
         least = [min(e.joules - price * b.examples * e.epochs for e in b.choices) for b in boards.values()]
         bounds.append(sum(least) + price * passes)
     assert max(bounds) <= plan.joules <= 1.005 * max(bounds)
+
+
+def test_a_limit_may_be_reached_to_the_second() -> None:
+    """A choice that takes exactly as long as is allowed is within it."""
+    board = Board((Choice(1.0, 3.0), Choice(2.0, 1.0)))
+    found = least_joules({"a": board}, 1, limit_s=2.0)
+    assert found is not None
+    assert found.seconds == 2.0

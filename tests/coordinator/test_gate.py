@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedquilt import wire
+from fedquilt.coordinator import gate
 from fedquilt.coordinator.conduct import ASIDE_S, BURST_S, DROPPED_MOST, MESSAGE_S
 from fedquilt.coordinator.gate import LOOK_S, LOOKED_S, Gate
 from fedquilt.transport.link import MemoryBroker, MemoryLink
@@ -123,3 +124,24 @@ def test_a_broker_that_comes_back_is_not_asked_for_everything(field: Field) -> N
     field.gate.subscribe(TOPICS.for_coordinator())
     field.say("b", times=100)
     assert field.arrived() == 0
+
+
+def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the subscription to all devices; what the flood sends is read and dropped until its time is over."""
+    monkeypatch.setattr(gate, "KNOWN_MOST", 3)
+    for device in "cdef":
+        field.say(device, "presence", retain=True)
+    field.heard(LOOK_S)
+    assert field.heard() == dict.fromkeys("cdef", 1)
+    field.heard(LOOKED_S)
+    for device in "abcdefg":
+        field.say(device)
+    field.say("b", f"blob/{'0' * 64}/7", 100)
+    assert {device for device, count in field.heard().items() if count} >= set("acdefg")
+    assert "b" not in field.heard()
+    assert field.link.filters == list(TOPICS.for_coordinator())
+    field.heard(ASIDE_S)
+    field.say("b")
+    assert field.heard() == {"b": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fedquilt import wire
 from fedquilt.cli import main
 from fedquilt.coordinator import housekeeping
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Reopened, Surveyed
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits, Retention, Submitter
 from fedquilt.coordinator.views import log, why
 from fedquilt.core import Task
@@ -100,6 +102,54 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
     stage.store.close()
 
 
+def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(tmp_path: Path) -> None:
+    """The job gave its place away while its board was gone, and comes back when the board is at the other's task."""
+    stage = Stage(tmp_path, Limits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
+    first, a = stage.job, stage.hand("a")
+    stage.play()
+    a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    second = stage.add("k", cohort=LONG)
+    while [job.id for job in stage.server.jobs()] != [second]:
+        stage.play(0.5)
+    a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
+    stage.play(5.0)
+    stage.server._limits = Limits(running=2)
+    stage.play(5.0)
+    assert stage.server.job(first) is not None
+    stage.play(350.0)
+    assert {fact.attempt for fact in facts(stage, first, Reopened)} == {0}
+    a.answer(ones())
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert [stage.store.status(id) for id in (first, second)] == ["done", "done"]
+    stage.store.close()
+
+
+@pytest.mark.parametrize("bad", ["a", "abcd"])
+def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    """Its other boards are sent nothing for a job that has ended, and are another job's at once."""
+    plain = Running.task
+
+    def task(self: Running, device: str, *rest: Any) -> Task | None:
+        if device in bad and self.job.name == "j":
+            raise ValueError("no task")
+        return plain(self, device, *rest)
+
+    monkeypatch.setattr(Running, "task", task)
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    stage.play()
+    assert [fact.status for fact in facts(stage, stage.job, Ended)] == ["failed"]
+    assert [hand.tasks[-1].job for hand in hands] == [second] * 4  # type: ignore[union-attr]
+    assert {task.job for hand in hands for task in hand.tasks if task} == {second}
+    stage.store.close()
+
+
 def test_a_job_that_can_never_start_delays_no_other(tmp_path: Path) -> None:
     """Not even where there is one place: the second has its first board within a second and two polls."""
     for places in (1, 8):
@@ -126,6 +176,22 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(tmp_path: Path) -
     assert ended.status == "failed"
     assert "within 20 s ([cohort] start_timeout_s): 1 device could be asked, 3 needed" in ended.reason
     assert stage.store.status(other) in ("queued", "running")
+    stage.store.close()
+
+
+def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(tmp_path: Path) -> None:
+    """Though no attempt of the round asks it any more."""
+    stage = Stage(tmp_path, Limits(), cohort={"deadline_s": 10.0, "attempts": 3})
+    a = stage.hand("a")
+    stage.play()
+    a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play(35.0)
+    assert facts(stage, stage.job, Reopened)
+    assert stage.server.jobs()[0].rounds.silent == ("a",)
+    assert a.tasks[-1] is not None
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    assert a.tasks[-1] is None
     stage.store.close()
 
 
@@ -274,6 +340,22 @@ def test_two_jobs_share_the_boards_time_fairly(tmp_path: Path, priority: float, 
     stage.store.close()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_job_that_comes_later_starts_level_with_the_others(tmp_path: Path, waits: bool) -> None:
+    """It has its part of the boards' time from its beginning, not all of it until it has had as much."""
+    stage = Stage(tmp_path, Limits(), rounds=10_000, cohort=LONG)
+    settings: dict[str, Any] = {"rounds": 10_000, "priority": 3.0, "cohort": {**LONG, "min_devices": 3}}
+    second = stage.add("k", **settings) if waits else ""
+    workers = [Worker(stage.hand(name), {}) for name in "ab"]
+    work(stage, workers, 60.0)
+    workers.append(Worker(stage.hand("c"), {}))
+    second, before = second or stage.add("k", **settings), len(facts(stage, stage.job, Answered))
+    work(stage, workers, 40.0)
+    answers = len(facts(stage, stage.job, Answered)) - before, len(facts(stage, second, Answered))
+    assert answers[0] / sum(answers) == pytest.approx(0.25, abs=0.1)
+    stage.store.close()
+
+
 def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_why(tmp_path: Path) -> None:
     """A board that is at another job's task is noted as busy when the others are asked, and not before."""
     stage = Stage(tmp_path, Limits(), cohort={**LONG, "size": 1})
@@ -309,6 +391,8 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(tmp_path: Path) ->
     stage.play()
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
+    codes = {name: part.code for name, part in why.of(stage.store, stage.job)[0].items()}
+    assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
     at_work[0].answer(ones())
     stage.play()
     assert len([hand for hand in hands if hand.tasks and hand.tasks[-1]]) == 2
@@ -316,6 +400,23 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(tmp_path: Path) ->
     work(stage, workers, 10.0)
     assert stage.store.status(stage.job) == "done"
     assert len(stage.told(Answered)) == 4
+    stage.store.close()
+
+
+def test_why_says_that_a_job_waits_for_its_submitters_share(tmp_path: Path) -> None:
+    """Once, though its wait is long; a cohort that the share does not limit has devices that were not drawn."""
+    stage = Stage(tmp_path, Limits(submitter=Submitter(share=0.5)), cohort={**LONG, "size": 2})
+    hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    second = stage.add("k", cohort={**LONG, "size": 1})
+    stage.play(30.0)
+    codes = [part.code for part in why.of(stage.store, stage.job)[0].values()]
+    assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
+    assert "share" in {part.code for part in why.of(stage.store, second)[0].values()}
+    assert len(facts(stage, second, Surveyed)) == 1
+    work(stage, [Worker(hand, {}) for hand in hands], 10.0)
+    assert [stage.store.status(id) for id in (stage.job, second)] == ["done", "done"]
+    assert "share" not in {part.code for part in why.of(stage.store, second)[0].values()}
     stage.store.close()
 
 
@@ -365,6 +466,25 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(tmp_path: P
     a.answer(ones())
     stage.play()
     assert stage.store.status(second) == "done"
+    stage.store.close()
+
+
+def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age counts from its end."""
+    stage = Stage(tmp_path, Limits(retention=Retention(older_than="1h")), cohort=LONG)
+    now, a = time.time(), stage.hand("a")
+    for later_s, left in ((7200.0, [stage.job]), (10_000.0, [stage.job]), (11_000.0, [])):
+        monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)
+        stage.play()
+        if later_s == 7200.0:
+            a.answer(ones())
+            stage.play()
+            assert stage.store.status(stage.job) == "done"
+        stage.server._tidy_s = 0.0
+        stage.play()
+        assert [row.id for row in stage.store.jobs()] == left
     stage.store.close()
 
 

@@ -88,6 +88,9 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     names = tuple("abcdefg")
     state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
     assert log.waiting(state, ["torch"], []) == "a, b, c, d, e and 2 more: offline"
+    waits = log.waiting(state, ["torch"], ["f"], frozenset("efg"))
+    assert waits == "a, b, c, d: offline; e, f, g: at other jobs' tasks"
+    assert log.waiting(state, ["torch"], ["d", "f"], frozenset("efg")) is None
 
 
 @pytest.mark.parametrize("finished", [True, False])

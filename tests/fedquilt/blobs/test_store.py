@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -389,3 +390,28 @@ def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again
     assert not depot.has(ref)
     depot.put(b"x" * 100)
     assert opens(depot, ref.sha256) is not None
+
+
+@pytest.mark.parametrize("opens", [Depot.load, Depot.file, Depot.path])
+def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[Depot, str], object]
+) -> None:
+    """The file is there when it is looked at, and cannot be read a moment later."""
+    depot = Depot(tmp_path)
+    ref = depot.put(b"x" * 100)
+    with monkeypatch.context() as patch:
+        for name in ("read", "pieces"):
+            patch.setattr(Disk, name, raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+        with pytest.raises(StoreError, match=f"cannot read blob {ref.sha256[:12]} in .*: Input/output error"):
+            opens(depot, ref.sha256)
+        for name in ("read", "pieces"):
+            patch.setattr(Disk, name, raising(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+        assert opens(depot, ref.sha256) is None
+    assert opens(depot, ref.sha256) is not None
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def called(*args: object) -> None:
+        raise error
+
+    return called
