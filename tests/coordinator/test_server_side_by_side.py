@@ -281,6 +281,26 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(tmp_path: Path) ->
     stage.store.close()
 
 
+def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(tmp_path: Path) -> None:
+    """Two jobs have come to the same state; one commits the next round while the other's board is at work on it."""
+    settings: dict[str, Any] = {"rounds": 3, "cohort": {**LONG, "size": 1}}
+    stage = Stage(tmp_path, Limits(), **settings)
+    hands = [stage.hand(name) for name in "ab"]
+    stage.add("k", **settings)
+    stage.play()
+    for hand in hands:
+        hand.answer(ones(2.0))
+    stage.play()
+    tasks = [hand.tasks[-1] for hand in hands]
+    assert [task.round for task in tasks if task] == [1, 1]
+    assert tasks[0].bundles == tasks[1].bundles  # type: ignore[union-attr]
+    hands[0].answer(ones(5.0))
+    stage.play()
+    assert hands[1].tasks[-1] == tasks[1]
+    assert all(stage.store.depot.has(ref) for ref in tasks[1].bundles.values())  # type: ignore[union-attr]
+    stage.store.close()
+
+
 @pytest.mark.parametrize(("priority", "share"), [(1.0, 0.5), (3.0, 0.75)])
 def test_two_jobs_share_the_boards_time_fairly(tmp_path: Path, priority: float, share: float) -> None:
     """Within 10 %, also where the tasks of one take five times as long, and by their priorities."""
