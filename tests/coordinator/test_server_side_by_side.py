@@ -179,6 +179,26 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(tmp_path: Path) -
     stage.store.close()
 
 
+def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the round that it was asked in goes on."""
+    plain = Running.task
+    nothing = ("j", "a")
+    monkeypatch.setattr(
+        Running,
+        "task",
+        lambda job, device, *rest: None if (job.job.name, device) == nothing else plain(job, device, *rest),
+    )
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    stage.play()
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, stage.job]  # type: ignore[union-attr]
+    stage.store.close()
+
+
 def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(tmp_path: Path) -> None:
     """Though no attempt of the round asks it any more."""
     stage = Stage(tmp_path, Limits(), cohort={"deadline_s": 10.0, "attempts": 3})
