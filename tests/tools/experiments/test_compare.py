@@ -354,6 +354,7 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     killed = (
         "import os, signal, sys; from fedquilt import cli; from fedquilt.tools.experiments import compare\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background it is ignored
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # likewise under nohup
         "finished = compare.finished\n"
         f"killed = lambda line: os.kill(os.getpid(), {int(kind)})\n"
         "compare.finished = lambda todo, out, player, say, show: finished(todo, out, player, say, killed)\n"
