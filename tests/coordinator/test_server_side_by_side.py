@@ -179,6 +179,26 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(tmp_path: Path) -
     stage.store.close()
 
 
+def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the round that it was asked in goes on."""
+    plain = Running.task
+    nothing = ("j", "a")
+    monkeypatch.setattr(
+        Running,
+        "task",
+        lambda job, device, *rest: None if (job.job.name, device) == nothing else plain(job, device, *rest),
+    )
+    stage = Stage(tmp_path, Limits(), cohort=LONG)
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    second = stage.add("k", cohort=LONG)
+    stage.play()
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, stage.job]  # type: ignore[union-attr]
+    stage.store.close()
+
+
 def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(tmp_path: Path) -> None:
     """Though no attempt of the round asks it any more."""
     stage = Stage(tmp_path, Limits(), cohort={"deadline_s": 10.0, "attempts": 3})
@@ -325,6 +345,26 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(tmp_path: Path) ->
         assert task is not None
         assert task.job == second
         assert all(stage.store.depot.has(ref) for ref in task.bundles.values())
+    stage.store.close()
+
+
+def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(tmp_path: Path) -> None:
+    """Two jobs have come to the same state; one commits the next round while the other's board is at work on it."""
+    settings: dict[str, Any] = {"rounds": 3, "cohort": {**LONG, "size": 1}}
+    stage = Stage(tmp_path, Limits(), **settings)
+    hands = [stage.hand(name) for name in "ab"]
+    stage.add("k", **settings)
+    stage.play()
+    for hand in hands:
+        hand.answer(ones(2.0))
+    stage.play()
+    tasks = [hand.tasks[-1] for hand in hands]
+    assert [task.round for task in tasks if task] == [1, 1]
+    assert tasks[0].bundles == tasks[1].bundles  # type: ignore[union-attr]
+    hands[0].answer(ones(5.0))
+    stage.play()
+    assert hands[1].tasks[-1] == tasks[1]
+    assert all(stage.store.depot.has(ref) for ref in tasks[1].bundles.values())  # type: ignore[union-attr]
     stage.store.close()
 
 
