@@ -106,7 +106,7 @@ def replayed(row: Row, facts: Iterable[AnyFact]) -> Rounds:
 
 def waits(row: Row, store: Store) -> str | None:
     """Sentence on what a running job waits for, by its log; None: it does not wait, or does not run."""
-    if row.status != "running":
+    if store.standing(row) != "running":
         return None
     state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
     if state.phase not in ("selecting", "open") or state.asked:

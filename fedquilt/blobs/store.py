@@ -395,7 +395,5 @@ class Depot:
 
 
 def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:
-    return chunks.DamagedBlobError(
-        f"blob {ref.sha256[:12]} arrived with other content than its name says: "
-        "the sender's copy is damaged; ask for it anew"
-    )
+    said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
+    return chunks.DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")

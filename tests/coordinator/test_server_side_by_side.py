@@ -469,6 +469,8 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(tmp_
     third = stage.add("l", cohort={**LONG, "min_devices": 3})
     stage.play()
     own = housekeeping.own(stage.store)
+    assert {log.summary(row, stage.store, own)["waits"] for row in stage.store.jobs()} == {None}  # nobody serves them
+    stage.store.lock()  # as the coordinator's process does
     rows = {row.id: log.summary(row, stage.store, own) for row in stage.store.jobs()}
     assert rows[first]["waits"] is None
     said = "devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks, at least "
@@ -555,6 +557,9 @@ def test_why_ends_with_what_the_job_waits_for(tmp_path: Path, capsys: pytest.Cap
     stage = Stage(tmp_path, Limits(), cohort={**LONG, "min_devices": 3})
     stage.hand("a")
     stage.play()
+    assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
+    assert "waits for" not in capsys.readouterr().out  # nobody serves it
+    stage.store.lock()  # as the coordinator's process does
     assert main(["why", stage.job, "--home", str(stage.store.home)]) == 0
     said = f"{stage.job} waits for devices that run torch or numpy: 1 online, at least 3 needed"
     assert capsys.readouterr().out.splitlines()[-1] == said
