@@ -81,8 +81,15 @@ def _size(page: int) -> int:
 
 
 def look(disk: Disk, database: Path) -> Log:
-    """The log beside a database."""
+    """The log beside a database; an empty one where there is none, or no longer one."""
     path = database.with_name(database.name + "-wal")
+    try:
+        return _found(disk, path)
+    except FileNotFoundError:  # the last process that had the database open has closed it: all is in there
+        return Log(path, b"", 0)
+
+
+def _found(disk: Disk, path: Path) -> Log:
     found = disk.stat(path)
     head = b"" if found is None else disk.read(path, 0, _HEAD.size)
     if found is None or len(head) < _HEAD.size:

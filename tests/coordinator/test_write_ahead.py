@@ -12,7 +12,7 @@ from fedquilt.coordinator import write_ahead
 from fedquilt.coordinator.facts import Asked, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef
-from fedquilt.disk import REAL
+from fedquilt.disk import REAL, Disk, Place
 
 
 def killed(folder: Path) -> tuple[Path, str]:
@@ -78,3 +78,16 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> 
     payload[-1] ^= 1
     path.write_bytes(payload)
     assert found.lost(REAL) > 0
+
+
+def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:
+    """As where another process, the last that had the database open, closes it at this moment."""
+
+    class Closing(Disk):
+        def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+            Path(path).unlink(missing_ok=True)
+            return super().read(path, offset, size)
+
+    (tmp_path / "fedquilt.db-wal").write_bytes(bytes(100))
+    found = write_ahead.look(Closing(), tmp_path / "fedquilt.db")
+    assert (found.head, found.committed) == (b"", 0)
