@@ -61,7 +61,7 @@ class Mallory(threading.Thread):
         self._coordinator.subscribe([f"{TOPICS.root}/dev/+/dn/#", TOPICS.coord])
         self._kept: dict[tuple[str, str], list[bytes]] = defaultdict(list)  # (device, leaf) -> payloads, in order
         self._once: set[object] = set()
-        self._count = 0
+        self._chunks = 0
 
     def run(self) -> None:
         while not self._ending.is_set():
@@ -92,7 +92,6 @@ class Mallory(threading.Thread):
     def _carried(self, message: Message) -> Iterator[Message]:
         """What takes a message's place, the message itself among it or not."""
         route, payload = wire.route(message.topic), message.payload
-        self._count += 1
         if route.leaf == "coord":
             yield message
             if self._first("an announcement of another coordinator", payload):
@@ -101,10 +100,11 @@ class Mallory(threading.Thread):
         if route.leaf == "chunk":
             if self._first("a changed chunk", route.sha256):
                 yield message._replace(payload=bytes(len(payload)))
-            if self._count % 7 == 0:
-                self.dropped += 1
-                return  # the side that wants it asks again
-            yield message
+            self._chunks += 1
+            if self._chunks % 5 != 0:
+                yield message
+            else:
+                self.dropped += 1  # the side that wants it asks again
             return
         kept = self._kept[route.device, route.leaf]
         others = [key for key in self._kept if key[0] != route.device and key[1] == route.leaf and self._kept[key]]
