@@ -23,6 +23,9 @@ from msgspec import Meta
 
 from fedquilt.core import (
     UNDECODABLE,
+    Amount,
+    AnyDigest,
+    BlobRef,
     Count,
     Digest,
     Label,
@@ -115,6 +118,9 @@ class Telemetry(Told, frozen=True):
     task_bytes: Count | None = None  # resident memory of the task's process
     mode: Label | None = None  # power mode that the board's owner has set
     clock_s: Seconds1970 | None = None  # the board's own clock when it was sent
+    served: Count | None = None  # answers that its model runner has given since it started
+    drift: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's inputs: 0 as at first, 1 unlike it
+    accuracy: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's answers, where labels arrive
 
 
 class Ack(Wired, frozen=True):
@@ -126,6 +132,50 @@ class Ack(Wired, frozen=True):
     accepted: bool
     reason: Sentence = ""
     epoch: Count = 0  # start of the coordinator that answers
+
+
+Kind = Literal["model", "agent", "settings"]
+"""What a rollout brings to a device."""
+
+
+class Limits(Wired, frozen=True, omit_defaults=True):
+    """What a release has to keep to in the device's own check, or it is refused there. None: not asked."""
+
+    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None  # accuracy minus that of what runs now, share
+    max_latency_s: Seconds | None = None  # median of one answer
+    max_energy_j: Amount | None = None  # of one answer
+    max_peak_bytes: Count | None = None
+
+
+class Release(Wired, frozen=True, omit_defaults=True):
+    """What a device shall run, on dev/<device>/dn/<kind>, retained: a device that was off finds it when it returns."""
+
+    rollout: Name
+    kind: Kind
+    serial: Count  # grows with each release for this device and kind: a smaller one is old news
+    blob: BlobRef | None = None  # None: settings, or the return to what ran before
+    name: Label = ""  # what people call it: the run, or the version
+    back: bool = False  # return to what ran before
+    limits: Limits = Limits()
+    soak_s: Seconds = 60.0  # time for which it has to hold before it counts as committed
+    window: Label = ""  # of the board's local time, "02:00-05:00"; "": at any time
+    force: bool = False  # swap also while a task runs
+    settings: Annotated[dict[Label, Any], Meta(max_length=100)] = msgspec.field(default_factory=dict)
+
+
+class Installed(Told, frozen=True, omit_defaults=True):
+    """How far a device is with a release, on dev/<device>/up/installed: at each change and after each connecting."""
+
+    rollout: Name
+    kind: Kind
+    serial: Count
+    phase: Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
+    current: AnyDigest = ""  # blob that it runs now; "": what it was flashed with
+    name: Label = ""
+    reason: Sentence = ""  # what it waits for, why it was refused, why it returned to what ran before
+    metrics: Metrics = msgspec.field(
+        default_factory=dict
+    )  # accuracy, accuracy_before, latency_s, energy_j, peak_bytes: of its own check
 
 
 class Get(Wired, frozen=True):
@@ -171,6 +221,8 @@ Message = (
     | Telemetry
     | Task
     | Ack
+    | Release
+    | Installed
     | Get
     | Manifest
     | Missing
@@ -246,9 +298,17 @@ UP: dict[str, type[Wired]] = {
     "progress": Progress,
     "update": Update,
     "telemetry": Telemetry,
+    "installed": Installed,
     "hello": Hello,
 }
-DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack, "hello": Hello}
+DOWN: dict[str, type[Wired]] = {
+    "task": Task,
+    "ack": Ack,
+    "model": Release,
+    "agent": Release,
+    "settings": Release,
+    "hello": Hello,
+}
 BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing}
 
 Direction = Literal["up", "dn"]

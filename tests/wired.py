@@ -35,6 +35,8 @@ MESSAGES: list[Wired] = [
         deadline_s=60.0,
     ),
     wire.Ack(**NUMBERED, accepted=True),
+    wire.Release(rollout="digits-2", kind="model", serial=3, limits=wire.Limits(min_gain=-0.005), window="02:00-05:00"),
+    wire.Installed(rollout="digits-2", kind="model", serial=3, phase="committed", metrics={"accuracy": 0.93}),
     wire.Get(sha256=SHA, chunk=1024, indices=(0, 5)),
     wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
     wire.Missing(sha256=SHA, reason="not offered"),

@@ -1,0 +1,61 @@
+"""Kinds of releases: what is done to exchange a model, the agent or its settings, in steps that can be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from fedquilt.wire import Release
+
+
+class Verdict(NamedTuple):
+    """End of a check: measured numbers, and why the release is refused; "": it is not."""
+
+    refused: str
+    metrics: Mapping[str, float]
+
+
+class Kind(Protocol):
+    """One kind of release. Every method can be called again after a kill at any moment, with the same outcome."""
+
+    def current(self) -> str:
+        """The blob (sha256) that is in use; "": what the board was flashed with."""
+        ...
+
+    def stage(self, release: Release, blob: Path | None) -> None:
+        """Lay the release beside what is in use, verified; nothing is exchanged yet.
+
+        Raises:
+            ModelError: it cannot be used on this board, and why.
+            StoreError: it cannot be written.
+        """
+        ...
+
+    def begin_check(self, release: Release) -> None:
+        """Start the check in a process of its own, within the board's budget."""
+        ...
+
+    def checked(self) -> Verdict | None:
+        """The end of the check; None: it goes on."""
+        ...
+
+    def swap(self, release: Release) -> None:
+        """Put the release in use, atomically, and keep what was in use as the previous one.
+
+        Raises:
+            StoreError: it cannot be written; what was in use still is.
+        """
+        ...
+
+    def ill(self) -> str:
+        """Why what is in use does not hold up; "": it does."""
+        ...
+
+    def back(self) -> bool:
+        """Put the previous one in use again; False: there is none."""
+        ...
+
+    def drop(self) -> None:
+        """End a check that goes on, and delete what is staged and not in use."""
+        ...
