@@ -161,6 +161,15 @@ class OnnxEngine:
         """
         return onnx_session.checked(graph).metadata
 
+    def input_shape(self, graph: Path) -> tuple[int | None, ...]:
+        """Shape of one example as the graph states it; None: of a size that it does not state.
+
+        Raises:
+            ModelError, MemoryBudgetError: as `run`.
+        """
+        session, _ = self._load(graph)
+        return tuple(size if isinstance(size, int) else None for size in session.get_inputs()[0].shape[1:])
+
     def plan(self, graph: Path) -> Plan:
         """How a graph will be run, and its memory.
 

@@ -20,7 +20,7 @@ from fedquilt import __version__, config
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
-    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
+    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model", "serve-model"),
     "Watch a fleet": ("devices", "dash", "metrics"),
     "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
     "Experiments": (
