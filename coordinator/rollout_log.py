@@ -206,8 +206,8 @@ class RolloutLog:
             except UNDECODABLE as error:
                 raise self._other(line.id, str(error)) from None
         if before != line.head:
-            for seq, at, fact in self._facts(line, seq, before):
-                state = apply(state, fact)
+            for last, when, fact in self._facts(line, seq, before):
+                seq, at, state = last, when, apply(state, fact)
         self._read[line.id] = (seq, line.head, state, at)
         return Kept(state, line.created, line.submitter, line.wish, at)
 

@@ -1,8 +1,8 @@
 """Rollouts: what a rollout is to do, its facts, the state that they add up to, and which fact comes next. Pure.
 
-A rollout offers a release to a few boards first, the canary, and to the next share of the fleet once those before have
-answered. The log of its facts is its whole state, as with jobs: after a crash it goes on where the log ends. What a board
-is to have follows from the state alone (`release`), so that nothing else has to be remembered.
+A rollout offers a release to a few boards first, the canary, and to the next share of the fleet once those before
+have answered. The log of its facts is its whole state, as with jobs: after a crash it goes on where the log ends. What
+a board is to have follows from the state alone (`release`), so that nothing else has to be remembered.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ class Rollout(msgspec.Struct, frozen=True):
     def phase(self, device: str) -> str:
         """How far a board is with what it is to do now; "": it has said nothing of it."""
         told = self.heard.get(device)
-        return told.phase if told is not None and told.serial == (self.back or self.serial) else ""
+        if told is None:
+            return ""
+        ended = self.over and told.phase in FAILED  # it has nothing to return from
+        return told.phase if ended or told.serial == (self.back or self.serial) else ""
 
     def counts(self) -> dict[str, int]:
         """Phase -> number of the boards that were offered it; "" stands for those that have said nothing."""

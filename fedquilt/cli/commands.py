@@ -20,7 +20,8 @@ from fedquilt import __version__, config
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
-    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model", "serve-model"),
+    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
+    "Roll out": ("deploy", "rollouts", "serve-model"),
     "Watch a fleet": ("devices", "dash", "metrics"),
     "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
     "Experiments": (

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rolled import MODEL, OTHER, Ground, good
+from rolled import Ground
 
-from fedquilt import wire
-from fedquilt.coordinator.rollouts import Aborted, Done, Offered, Passed, Plan
-from fedquilt.core import JobError
+from fedquilt.coordinator.rollouts import Done, Offered, Passed
 
 
 @pytest.fixture
