@@ -1,4 +1,4 @@
-"""The dashboard's addresses: pages and their files, values as JSON, changes as they come, and two things to do."""
+"""The dashboard's addresses: pages and their files, values as JSON, changes as they come, and three things to do."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Dash:
     async def _act(self, request: Request) -> Response:
         await _body(request)
         door, what = self._door, _word(request, "what")
-        if what not in ("stop", "resume"):
+        if what not in ("approve", "stop", "resume"):
             raise HTTPException(404)
         if door is None:
             raise HTTPException(403, "this dashboard only shows: start it with --actions")
@@ -163,6 +163,8 @@ class Dash:
 def _done(what: str, watch: Watch, run: str) -> str:
     """Do what is asked with a run, and say what comes of it."""
     with store.Store(watch.home) as written:
+        if what == "approve":
+            return requests.approve(written, run)
         if what == "stop":
             return requests.stop(written, run)
         if not written.served():
