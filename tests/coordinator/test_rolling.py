@@ -271,7 +271,8 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
     (canary,) = ground.state(id).offered
     release = next(board for board in boards if board.name == canary).releases[0]
     other = next(board for board in boards if board.name != canary)
-    assert release is not None and release.blob is not None
+    assert release is not None
+    assert release.blob is not None
     other.tell(release, "refused")
     other.transfers.want(other.name, release.blob)
     for _ in range(50):

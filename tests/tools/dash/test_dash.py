@@ -209,6 +209,31 @@ def test_pages_of_somebody_else_see_nothing(dash: Dashboard, path: str, headers:
     assert dash.problem(path, **headers)[0] == 403
 
 
+def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
+    """With all three it is asked for once; one that has ended says so, and what is not there is not found."""
+    home = tmp_path / "runs"
+    ended = dashes.add_rollout(home, DEVICES, bad=True)
+    id = dashes.add_rollout(home, DEVICES, MARKUP)
+    with Dashboard(home, "--actions") as dash:
+        own = {"Cookie": dash.cookie(dash.token).partition(";")[0], "Origin": dash.url}
+        proof = {"X_Fedquilt_Proof": json.loads(dash.ask("/api/session", **own)[2])["proof"]}
+        ask = f"/api/rollouts/{id}/abort"
+        for refused in ({}, own, {**proof, "Origin": dash.url}, {**own, **proof, "Origin": "http://evil.example"}):
+            assert dash.ask(ask, "POST", **refused)[0] == 403
+        with Store(home) as store:
+            assert store.rollouts.find(id).wish == ""
+        assert dash.ask(ask, "POST", **own, **proof)[0] == 200
+        with Store(home) as store:
+            assert store.rollouts.find(id).wish == "abort"
+        for path, status in ((f"{ended}/abort", 409), (f"{id}/rollback", 409), ("nothing/abort", 404), (f"{id}/x", 404)):
+            assert dash.ask(f"/api/rollouts/{path}", "POST", **own, **proof)[0] == status
+        assert dash.problem("/api/rollouts/nothing")[0] == 404
+        assert [each["name"] for each in dash.values("/api/rollouts")["rollouts"]][0] == MARKUP
+        assert dash.values(f"/api/rollouts/{ended}")["steps"][-1]["text"].startswith("aborted: 2 of 2 boards failed")
+    with Dashboard(home) as only:
+        assert only.ask(ask, "POST", **own, **proof)[0] == 403
+
+
 def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
     """What a forged page can send is refused, and the run goes on; with all three it is stopped."""
     home = tmp_path / "runs"
