@@ -13,9 +13,10 @@ import msgspec
 from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.releases import models, start
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.transport import link as links
 
@@ -48,8 +49,10 @@ def run_agent(settings: AgentSettings) -> None:
     link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
     if own is None:
         log.info("%s", UNSIGNED)
-    worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
-    agent = Agent(link, settings, board, worker, boot)
+    cage, home = budget.Cage(), Path(settings.home).absolute()
+    worker = ChildWorker(settings.warm_s, confine.command(home), cage)
+    checks = ChildWorker(0.0, start.command(home, models.folder(settings)), cage)
+    agent = Agent(link, settings, board, worker, boot, kinds={"model": models.Models(settings, board, checks)})
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
