@@ -78,6 +78,8 @@ def told(state: State, current: str) -> Installed | None:
     if phase == "wanted":
         phase = _WITHIN[state.stage] if state.stage in ("fetching", "checking") or not state.waits else "waiting"
         reason = state.waits
+    elif phase == "returning" and state.waits:
+        reason = f"{reason}; it cannot return yet: {state.waits}"[:SENTENCE]
     phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
     return Installed(
         rollout=noted.release.rollout,
