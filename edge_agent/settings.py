@@ -76,6 +76,22 @@ class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str | None = None  # HOST:PORT; None: nowhere
 
 
+class ReleaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a release of a model, the agent or its settings has to wait. See `fedquilt.edge_agent.releases`."""
+
+    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.2  # charge below which none is begun, unless it charges
+    max_temperature_c: Annotated[float, Meta(gt=0, le=150)] | None = 85.0  # likewise above; None: no limit
+
+
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where models that are deployed to this board lie, and what is done after an exchange."""
+
+    folder: str | None = None  # whose group may read it, for a runner of another user; None: "models" in `home`
+    hook: tuple[str, ...] = ()  # command that is run after each exchange: a failure undoes it
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0  # a hook that takes longer has failed
+    tensorrt_s: Annotated[float, Meta(ge=0, le=86400)] = 1200.0  # most for a TensorRT engine, where trtexec is; 0: none
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one agent: agent.toml."""
 
@@ -95,6 +111,8 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
     metrics: MetricsSettings = MetricsSettings()
+    releases: ReleaseSettings = ReleaseSettings()
+    models: ModelSettings = ModelSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
@@ -161,7 +179,12 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     profile = table.get("profile")
     named = isinstance(profile, str) and profiles.is_name(profile) and not (folder / profile).exists()
     result = _anchor(table, ("home", *(() if named else ("profile",))), folder)
-    for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("enrol", ("token",)), ("data", ("path",))):
+    for key, paths in (
+        ("broker", ("ca", "cert", "key", "password_file")),
+        ("enrol", ("token",)),
+        ("data", ("path",)),
+        ("models", ("folder",)),
+    ):
         if isinstance(result.get(key), dict):
             result[key] = _anchor(result[key], paths, folder)
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):

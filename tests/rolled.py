@@ -150,7 +150,8 @@ class Ground:
     def start(self) -> None:
         """A coordinator process begins."""
         self.store = Store(self.home, disk=self.disk)
-        self.link = self.broker.connect()
+        will = (TOPICS.coord, wire.encode(wire.CoordState(online=False)))
+        self.link = self.broker.connect(will)
         self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
         self.server = Server(
             self.executor, self.store, tell=lambda rollout, fact: self.facts.append((rollout.id, fact))

@@ -38,7 +38,8 @@ export function page(place, { name, again, ask }) {
         tile("task's memory", board.budget_bytes ? memory(board) : "–"),
         ...(board.served === null || board.served === undefined ? [] : [tile("answers", number(board.served)),
           tile("drift", board.drift === null || board.drift === undefined ? "–" : board.drift.toFixed(2), "of its model's inputs"),
-          ...(board.accuracy === null || board.accuracy === undefined ? [] : [tile("accuracy", `${(100 * board.accuracy).toFixed(0)} %`, "where labels arrive")])]));
+          ...(board.accuracy === null || board.accuracy === undefined ? [] : [tile("accuracy", `${(100 * board.accuracy).toFixed(0)} %`, "where labels arrive")])]),
+        ...(board.runs ?? []).map((each) => tile(each.kind, each.name || each.current?.slice(0, 12) || "as flashed", h("a", { href: `/rollouts/${encodeURIComponent(each.rollout)}` }, ` ${each.phase}`))));
       refusal.hidden = !board.refusal;
       if (board.refusal) {
         refusal.replaceChildren(h("strong", {}, `Refused (${board.refusal.code}), `), since(board.refusal.at, "", " ago"),
