@@ -52,7 +52,8 @@ def run_agent(settings: AgentSettings) -> None:
     cage, home = budget.Cage(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, confine.command(home), cage)
     checks = ChildWorker(0.0, start.command(home, models.folder(settings)), cage)
-    agent = Agent(link, settings, board, worker, boot, kinds={"model": models.Models(settings, board, checks)})
+    own_models = models.Models(settings, board, checks)
+    agent = Agent(link, settings, board, worker, boot, kinds={"model": own_models}, runner=own_models.runner)
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
