@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt import wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import BlobRef, Device, LinkError, StoreError, Task, Update, Wired, WireError
 from fedquilt.disk import REAL, Disk
-from fedquilt.edge_agent import devices, events, exposed, messages, plan
+from fedquilt.edge_agent import events, messages, plan
 from fedquilt.edge_agent import means as means_of
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
 from fedquilt.edge_agent.power.learned import Learned
+from fedquilt.edge_agent.releases.kind import Kind
+from fedquilt.edge_agent.releases.releases import Releases
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import budget, confine
+from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order
-from fedquilt.edge_agent.task.worker import ChildWorker, Worker
+from fedquilt.edge_agent.task.worker import Worker
 from fedquilt.logs import about
-from fedquilt.transport import link as links
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
 
@@ -49,6 +46,7 @@ class Agent:
         boot: name of this start of the agent, different at each.
         durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
         clock: seconds since 1970 as this board counts them; None: it has no clock of its own.
+        kinds: what it exchanges on demand: "model", "agent", "settings".
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -70,6 +68,7 @@ class Agent:
         shared: Shared | None = None,
         disk: Disk = REAL,
         clock: Callable[[], float | None] = time.time,
+        kinds: Mapping[str, Kind] = {},
     ) -> None:
         self._clock = clock
         self.device, self.settings = settings.device, settings
@@ -93,6 +92,7 @@ class Agent:
             settings.governor.rule(),
             self,
         )
+        self.releases = Releases(self.local, kinds, self.duty, self, settings.releases, clock)
         if short := budget.no_engine(means.budget_bytes, means.engines):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
@@ -106,8 +106,8 @@ class Agent:
         return self._link.connected
 
     def fds(self) -> Sequence[int]:
-        """File descriptors of the worker."""
-        return self._worker.fds()
+        """File descriptors of the worker, and of a release's check."""
+        return [*self._worker.fds(), *self.releases.fds()]
 
     def step(self, now_s: float) -> float:
         """Handle messages that have arrived and everything due; errors of a task never end the agent."""
@@ -121,16 +121,18 @@ class Agent:
         for _, sha256, error in self._transfers.take_done():
             self._fetched(sha256, error, now_s)
         self.duty.step(now_s)
+        release_s = self.releases.step(now_s)
         if now_s >= self._tell_s:
             self._tell(now_s)
         self._tell_readings(now_s)
         due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
         telemetry_s = self._telemetry_s + self.settings.telemetry_s
-        return min(due_s, self.duty.due_s(now_s), telemetry_s, self._tell_s)
+        return min(due_s, self.duty.due_s(now_s), release_s, telemetry_s, self._tell_s)
 
     def goodbye(self) -> None:
         """End the task in hand and announce that the device goes; the outbox stays."""
         self.duty.stop()
+        self.releases.stop()
         self._tell_presence(online=False)
         self._link.close()
 
@@ -145,6 +147,7 @@ class Agent:
     def _begin_anew(self, now_s: float) -> None:
         self._patience_s, self._telemetry_s = RETELL_S, -math.inf
         self._tell(now_s)
+        self.releases.tell()
         self.duty.feed(Connected(), now_s)
 
     def _handle(self, message: Message, now_s: float) -> None:
@@ -160,7 +163,7 @@ class Agent:
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
                 self._settle(Acked((ack.job, ack.round), ack.accepted, ack.epoch), ack.reason, now_s)
-            else:
+            elif not self.releases.handle(route.leaf, message.payload, now_s):
                 self._transfers.handle(route, message.payload, now_s)
         except WireError as error:
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
@@ -217,7 +220,7 @@ class Agent:
         elif not claim.accepted:
             self.local.depot.doubt()  # as it may be what the disk has made of a blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason, extra=ids)
-        self._publish("claim", claim)
+        self.publish("claim", claim)
 
     def drop(self, update: Update) -> None:
         """See `duty.Surroundings`."""
@@ -238,6 +241,7 @@ class Agent:
             self._transfers.want(self.device, ref)
 
     def _fetched(self, sha256: str, error: str | None, now_s: float) -> None:
+        self.releases.fetched(sha256, error, now_s)
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
             size = sum(
@@ -298,7 +302,7 @@ class Agent:
         """See `duty.Surroundings`."""
         if now_s >= self._progress_s + PROGRESS_S:
             self._progress_s = now_s
-            self._publish("progress", messages.progress(task, fraction), reliable=False)
+            self.publish("progress", messages.progress(task, fraction), reliable=False)
 
     def offer(self, update: Update, now_s: float) -> None:
         """Offer an update; one whose blobs are lost from disk has to be worked for again."""
@@ -306,11 +310,12 @@ class Agent:
             gone = Acked((update.job, update.round), False, update.epoch)
             return self._settle(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
-            self._publish("update", update)
+            self.publish("update", update)
 
     def _needed(self) -> set[str]:
-        """Hashes (sha256) of the blobs of the task in hand and of the outbox."""
-        needed = {ref.sha256 for offer in self.duty.state.outbox.values() for ref in offer.update.bundles.values()}
+        """Hashes (sha256) of the blobs of the task in hand, of the outbox and of releases."""
+        needed = self.releases.needed()
+        needed |= {ref.sha256 for offer in self.duty.state.outbox.values() for ref in offer.update.bundles.values()}
         if self.duty.state.open is not None:
             needed |= {ref.sha256 for ref in self.duty.state.open.task.bundles.values()}
         return needed
@@ -319,12 +324,12 @@ class Agent:
 
     def _tell(self, now_s: float) -> None:
         self._tell_presence(online=True)
-        self._publish("profile", self._profile, retain=True)
+        self.publish("profile", self._profile, retain=True)
         self._tell_s, self._patience_s = now_s + self._patience_s, min(self._patience_s * 2, RETELL_MOST_S)
 
     def _tell_presence(self, online: bool) -> None:
         self._presence += 1
-        self._publish("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
+        self.publish("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
 
     def _tell_readings(self, now_s: float) -> None:
         if now_s < self._telemetry_s + self.settings.telemetry_s:
@@ -335,59 +340,14 @@ class Agent:
         )
         if self._board.points != self._profile.points:  # the owner has changed the power mode
             self._profile = messages.profile(self.device, self._board, self._means)
-            self._publish("profile", self._profile, retain=True)
+            self.publish("profile", self._profile, retain=True)
         if told is not None:
-            self._publish("telemetry", told, reliable=False)
+            self.publish("telemetry", told, reliable=False)
 
-    def _publish(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
+    def publish(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
+        """Send the coordinator a message; one that the broker does not take is logged."""
         topic = self._topics.device(self.device, "up", leaf)
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:
             log.error("cannot tell the coordinator: %s", error)
-
-
-# -- a real one -----------------------------------------------------------------------------------
-
-
-def run_agent(settings: AgentSettings) -> None:
-    """Run a device's agent until SIGTERM or SIGINT.
-
-    Raises:
-        JobError: a setting that cannot be used, or another agent in the same home.
-        StoreError: the home cannot be read or written.
-    """
-    from fedquilt.transport.broker import Broker
-    from fedquilt.transport.mqtt import MqttLink
-    from fedquilt.transport.sealed import UNSIGNED, BoardLink, identity
-
-    broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
-    profile = None if settings.profile is None else profiles.find(settings.profile)
-    meter = None if settings.meter is None else devices.meter(settings.meter)
-    board, boot = devices.make(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
-    presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
-    before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
-    lock = Local(Path(settings.home)).lock()
-    with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
-        os.chmod(settings.home, 0o700)
-    client = f"fedquilt-{settings.fleet}-{settings.device}"
-    plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
-    own = identity(broker)
-    link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
-    if own is None:
-        log.info("%s", UNSIGNED)
-    worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
-    agent = Agent(link, settings, board, worker, boot)
-    stopped: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, frame: stopped.append(signum))
-    online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
-    watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
-    try:
-        with open_metrics.served(settings.metrics.listen, lambda: exposed.families(agent)):
-            links.run(watched, link, lambda: bool(stopped))
-    finally:
-        systemd.notify("STOPPING=1")
-        agent.goodbye()
-        lock.close()
-        os.umask(before)

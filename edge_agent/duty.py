@@ -15,7 +15,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.core import BlobRef, Device, Reading, StoreError, Task, Update, WireError
 from fedquilt.edge_agent import events, messages, plan
-from fedquilt.edge_agent.events import Arrived, Begin, Done, Failed, Tick
+from fedquilt.edge_agent.events import Arrived, Begin, Done, Failed, Rest, Tick
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.power.task_power import Pacer
@@ -107,7 +107,7 @@ class Duty:
 
     def feed(self, event: events.Event, now_s: float) -> None:
         """Apply an event, and carry out the actions that follow."""
-        reading = self._spare(now_s) if isinstance(event, Arrived) else Reading()
+        reading = self.spare(now_s) if isinstance(event, Arrived) else Reading()
         self.state, actions = plan.advance(self.state, event, now_s, reading)
         self.act(actions, now_s)
 
@@ -136,7 +136,18 @@ class Duty:
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
 
-    def _spare(self, now_s: float) -> Reading:
+    @property
+    def works(self) -> bool:
+        """Whether a task runs."""
+        return self.state.open is not None and self.state.open.working
+
+    def rest(self, on: bool, now_s: float) -> None:
+        """Begin no task while `on`, and end the process that waits for the next one: its memory is needed."""
+        if on and not self.works:
+            self._worker.kill()
+        self.feed(Rest(on), now_s)
+
+    def spare(self, now_s: float) -> Reading:
         """Readings of the board's sensors, with the memory of an idle worker counted as available."""
         reading = self._board.read(now_s)
         if reading.available_bytes is None:

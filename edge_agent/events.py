@@ -78,7 +78,13 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Connected | Arrived | Cleared | Fetched | Done | Failed | Acked | Tick
+class Rest(msgspec.Struct, frozen=True):
+    """No task is to be begun from now on, as its memory is needed for something else; or tasks are begun again."""
+
+    on: bool
+
+
+Event = Connected | Arrived | Cleared | Fetched | Done | Failed | Acked | Tick | Rest
 RefusalCode = Literal["memory", "data", "engine", "method", "model", "codec", "disk", "failed"]
 
 # -- actions --------------------------------------------------------------------------------------
@@ -186,6 +192,7 @@ class State(msgspec.Struct, frozen=True):
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
     learned: Mapping[str, Learned] = field(default_factory=dict)  # by `workload`, the latest last
     cautions: Mapping[tuple[str, str], Caution] = field(default_factory=dict)  # (method, engine) -> what was seen
+    rests: bool = False  # whether no task is begun now
 
 
 def workload(task: Task) -> str:

@@ -45,6 +45,7 @@ from fedquilt.edge_agent.events import (
     Offer,
     Open,
     RefusalCode,
+    Rest,
     Say,
     Send,
     State,
@@ -96,6 +97,8 @@ def advance(state: State, event: Event, now_s: float, reading: Reading = Reading
             return _due(replace(state, outbox=offers), now_s)
         case Tick():
             return _due(state, now_s)
+        case Rest():
+            return _proceed(replace(state, rests=event.on))
         case _:
             return state, ()
 
@@ -251,7 +254,7 @@ def _fetched(state: State, event: Fetched, now_s: float) -> Step:
 def _proceed(state: State) -> Step:
     """Begin the open task, if nothing prevents it."""
     open = state.open
-    if open is None or open.working or open.missing:
+    if open is None or open.working or open.missing or state.rests:
         return state, ()
     if any(offer.private and job == open.task.job for (job, _), offer in state.outbox.items()):
         return state, ()
@@ -283,7 +286,7 @@ def _failed(state: State, open: Open, event: Failed) -> Step:
     With the same plan, so that the result has the same bits; only a refusal makes the next attempt more cautious.
     """
     if event.killed and open.working and open.killed < KILLED_MOST:
-        return replace(state, open=replace(open, killed=open.killed + 1)), (Begin(open.task),)
+        return _proceed(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
     times = f" ({open.killed + 1} times)" if event.killed else ""
     return _refuse(_warned(state, event), open.task, event.code, f"{event.reason[:980]}{times}")
 

@@ -76,6 +76,13 @@ class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str | None = None  # HOST:PORT; None: nowhere
 
 
+class ReleaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a release of a model, the agent or its settings has to wait. See `fedquilt.edge_agent.releases`."""
+
+    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.2  # charge below which none is begun, unless it charges
+    max_temperature_c: Annotated[float, Meta(gt=0, le=150)] | None = 85.0  # likewise above; None: no limit
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one agent: agent.toml."""
 
@@ -95,6 +102,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
     metrics: MetricsSettings = MetricsSettings()
+    releases: ReleaseSettings = ReleaseSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:

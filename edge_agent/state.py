@@ -6,6 +6,7 @@
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
     <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
     <home>/counted.json               job -> last round that was counted, and the private state it left
+    <home>/releases/                  what is to be exchanged, and how far that is (`fedquilt.edge_agent.releases`)
     <home>/learned.json               speed and power of each engine and workload, as tasks have shown them
 
 A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
@@ -265,6 +266,21 @@ class Local:
             with doing(f"write {self.home / LEARNED}"):
                 lessons = Lessons(workloads={workload[:200]: known for workload, known in learned.items()})
                 self._disk.put(self.home / LEARNED, wire.encode(lessons), durable=False)
+
+    # -- small files of others --
+
+    def note(self, name: str, payload: bytes) -> None:
+        """Write a small file, `name` below the home; it is on the disk when this returns, if the home is durable."""
+        file = self.home / name
+        with doing(f"write {file}"):
+            (self._disk.settle if self._durable else self._disk.make)(file.parent)
+            self._disk.put(file, payload, durable=self._durable)
+
+    def noted(self, name: str) -> bytes | None:
+        """What `note` has written; None: nothing yet."""
+        file = self.home / name
+        with doing(f"read {file}"):
+            return self._disk.read(file) if self._disk.is_file(file) else None
 
     # -- room --
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Task, Update, Work, derive_seed
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 from fedquilt.edge_agent.task.protocol import Event, Order, Outcome
@@ -112,6 +113,8 @@ class Site:
         self.link.subscribe(TOPICS.for_coordinator())
         self.heard: dict[str, list[Any]] = {}
         self.board = Board()
+        self.kinds: dict[str, Kind] = {}
+        self.clock: Callable[[], float | None] = lambda: None
         self.start()
 
     def start(self, worker: Worker | None = None, **changes: Any) -> None:
@@ -121,7 +124,9 @@ class Site:
         self.bench = Bench()
         self.own: MemoryLink = self.broker.connect()
         options = AgentSettings(**{"device": "d", "fleet": "f", "home": str(self.folder / "d"), **changes})
-        self.agent = Agent(self.own, options, self.board, worker or self.bench)
+        self.agent = Agent(
+            self.own, options, self.board, worker or self.bench, kinds=self.kinds, clock=lambda: self.clock()
+        )
         self.run()
 
     def run(self, seconds: float = 0.5) -> None:

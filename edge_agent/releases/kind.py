@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,10 +14,14 @@ class Verdict(NamedTuple):
 
     refused: str
     metrics: Mapping[str, float]
+    note: str = ""  # what should be known of a release that is not refused: that its accuracy was not measured
 
 
 class Kind(Protocol):
-    """One kind of release. Every method can be called again after a kill at any moment, with the same outcome."""
+    """One kind of release. Every method can be called again after a kill at any moment, with the same outcome.
+
+    A kind that inherits from this class has the methods at the end, which say that it has nothing to tell there.
+    """
 
     def current(self) -> str:
         """The blob (sha256) that is in use; "": what the board was flashed with."""
@@ -43,19 +47,41 @@ class Kind(Protocol):
     def swap(self, release: Release) -> None:
         """Put the release in use, atomically, and keep what was in use as the previous one.
 
+        Called again for what is in use already after the agent was killed while that soaked: a hook runs once more.
+
         Raises:
             StoreError: it cannot be written; what was in use still is.
         """
         ...
 
     def ill(self) -> str:
-        """Why what is in use does not hold up; "": it does."""
+        """Why what is in use does not hold up; "": it does.
+
+        Asked while a release soaks, and when the agent begins and finds a release that was swapped or was about to be:
+        then it is why this process runs without it, if something outside the agent has returned to what ran before.
+        """
         ...
 
     def back(self) -> bool:
-        """Put the previous one in use again; False: there is none."""
+        """Put the previous one in use again; False: there is none.
+
+        Raises:
+            StoreError: it cannot be written; it is tried again.
+        """
         ...
 
     def drop(self) -> None:
         """End a check that goes on, and delete what is staged and not in use."""
         ...
+
+    def settled(self) -> bool:
+        """Whether an exchange has come to its end: it has not while a hook runs."""
+        return True
+
+    def need_bytes(self, release: Release) -> int:
+        """Memory that the check of a release will take; it is not begun while the board has less."""
+        return 0
+
+    def fds(self) -> Sequence[int]:
+        """File descriptors that become readable when there is something to ask for."""
+        return ()

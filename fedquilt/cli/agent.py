@@ -20,8 +20,8 @@ from fedquilt.cli.commands import argument, option, verb
 @options.log_format
 def agent(settings: Path, credentials: Path | None, log_format: str) -> None:
     """Run the agent of this board, with the settings in agent.toml."""
-    from fedquilt.edge_agent import agent as side
     from fedquilt.edge_agent import credentials as files
+    from fedquilt.edge_agent import daemon
     from fedquilt.edge_agent.settings import load
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
@@ -30,4 +30,4 @@ def agent(settings: Path, credentials: Path | None, log_format: str) -> None:
         from fedquilt import logs
 
         logs.as_json(device=found.device)
-    side.run_agent(found)
+    daemon.run_agent(found)

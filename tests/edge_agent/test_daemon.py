@@ -13,7 +13,7 @@ from one_agent import Site
 
 from fedquilt import wire
 from fedquilt.core import JobError
-from fedquilt.edge_agent.agent import run_agent
+from fedquilt.edge_agent.daemon import run_agent
 from fedquilt.edge_agent.settings import AgentSettings
 
 

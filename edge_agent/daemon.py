@@ -1,0 +1,65 @@
+"""A device's agent as a process: its board, its link and its worker, until somebody ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+
+from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt.edge_agent import devices, exposed
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.state import Local
+from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.transport import link as links
+
+log = logging.getLogger("fedquilt.agent")
+
+
+def run_agent(settings: AgentSettings) -> None:
+    """Run a device's agent until SIGTERM or SIGINT.
+
+    Raises:
+        JobError: a setting that cannot be used, or another agent in the same home.
+        StoreError: the home cannot be read or written.
+    """
+    from fedquilt.transport.broker import Broker
+    from fedquilt.transport.mqtt import MqttLink
+    from fedquilt.transport.sealed import UNSIGNED, BoardLink, identity
+
+    broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
+    profile = None if settings.profile is None else profiles.find(settings.profile)
+    meter = None if settings.meter is None else devices.meter(settings.meter)
+    board, boot = devices.make(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
+    presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
+    before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
+    lock = Local(Path(settings.home)).lock()
+    with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
+        os.chmod(settings.home, 0o700)
+    client = f"fedquilt-{settings.fleet}-{settings.device}"
+    plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    own = identity(broker)
+    link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
+    if own is None:
+        log.info("%s", UNSIGNED)
+    worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
+    agent = Agent(link, settings, board, worker, boot)
+    stopped: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, frame: stopped.append(signum))
+    online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
+    watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
+    try:
+        with open_metrics.served(settings.metrics.listen, lambda: exposed.families(agent)):
+            links.run(watched, link, lambda: bool(stopped))
+    finally:
+        systemd.notify("STOPPING=1")
+        agent.goodbye()
+        lock.close()
+        os.umask(before)

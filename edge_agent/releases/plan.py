@@ -1,0 +1,343 @@
+"""How a device carries a release out, step by step. Pure: a state and an event give the next state and actions.
+
+    wanted: waiting -> fetching -> waiting -> checking -> waiting -+-> swapping -> soaking -+-> committed
+            (gate)                 (gate)                 (gate)   |                        +-> returning -> returned
+                                                                   +-> refused
+
+`Noted` is on disk before the actions that follow are carried out, so that a process finds out where a killed one was.
+What comes before the swap is done anew then: the blob is here already, and a check repeated changes nothing. The swap
+is noted before it is made, together with what runs until then; a return likewise.
+
+A release with a smaller serial than the one in hand is old news, and one with the same is answered. One with a greater
+serial takes the place of a release that is not in use yet. A release that soaks first comes to its end, unless it is to
+be taken back.
+
+`back` takes back what the rollout of that name has brought, if that is in use. A device that never had it, or has
+something else since, has nothing to do: its release is "returned" all the same.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, Final, Literal
+
+from msgspec.structs import replace
+
+from fedquilt.edge_agent.releases import window
+from fedquilt.edge_agent.releases.steps import (
+    REFETCH_S,
+    Abandon,
+    Action,
+    Begun,
+    Check,
+    Checked,
+    Drop,
+    Event,
+    Failed,
+    Fetch,
+    Fetched,
+    Ill,
+    Look,
+    Noted,
+    State,
+    Step,
+    Swap,
+    Swapped,
+    Tell,
+    Undo,
+    Undone,
+    Wanted,
+    Withdrawn,
+)
+from fedquilt.edge_agent.task.budget import megabytes
+from fedquilt.wire import Installed, Release
+
+LOOK_S: Final = 5.0  # between two looks at what a release waits for
+SOAK_LOOK_S: Final = 1.0  # between two looks at what soaks
+REFETCH_MOST_S: Final = 60.0
+SENTENCE: Final = 1000  # characters of a reason
+
+_WITHIN: Final[dict[str, Any]] = {
+    "gate": "waiting",
+    "fetching": "fetching",
+    "fetched": "fetching",
+    "checking": "checking",
+    "checked": "checking",
+}
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def told(state: State, current: str) -> Installed | None:
+    """How far the device is, as a message; None: nothing was asked of it yet."""
+    noted = state.noted
+    if noted is None:
+        return None
+    phase: Any = noted.step
+    reason = noted.reason
+    if phase == "wanted":
+        phase = _WITHIN[state.stage] if state.stage in ("fetching", "checking") or not state.waits else "waiting"
+        reason = state.waits
+    phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
+    return Installed(
+        rollout=noted.release.rollout,
+        kind=noted.release.kind,
+        serial=noted.release.serial,
+        phase=phase,
+        current=current,
+        name=noted.name,
+        reason=reason,
+        metrics=noted.metrics,
+    )
+
+
+# -- what follows ---------------------------------------------------------------------------------
+
+
+def advance(state: State, event: Event, now_s: float) -> Step:
+    """The next state, and the actions to take in order once its `noted` is on disk."""
+    if isinstance(event, Wanted):
+        return _wanted(state, event, now_s)
+    noted = state.noted
+    if noted is None:
+        return state, ()
+    match event:
+        case Begun():
+            return _begun(state, noted, event, now_s)
+        case Withdrawn():
+            return _withdrawn(state, noted)
+        case Fetched() if noted.step == "wanted" and state.stage == "fetching":
+            if event.error is None:
+                return replace(state, stage="fetched", waits="", again_s=now_s, patience_s=REFETCH_S), ()
+            later_s, patience_s = now_s + state.patience_s, min(2 * state.patience_s, REFETCH_MOST_S)
+            return replace(state, waits=event.error[:SENTENCE], again_s=later_s, patience_s=patience_s), ()
+        case Checked() if noted.step == "wanted" and state.stage == "checking":
+            noted = replace(noted, metrics=dict(event.metrics))
+            if event.refused:
+                return _end(replace(state, noted=noted), "refused", event.refused, now_s)
+            noted = replace(noted, reason=event.note[:SENTENCE])
+            return replace(state, noted=noted, stage="checked", again_s=now_s), ()
+        case Failed():
+            return _failed(state, noted, event, now_s)
+        case Swapped() if noted.step in ("swapping", "soaking"):
+            return _swapped(state, noted, now_s)
+        case Ill() if noted.step in ("swapping", "soaking"):
+            return _return(_in_use(state, noted), event.reason)
+        case Undone() if noted.step == "returning":
+            if not event.found:
+                return _end(state, "refused", "there is nothing before it to return to", now_s)
+            return replace(state, stage="undone", again_s=now_s), ()
+        case Look() if now_s >= state.again_s:
+            return _look(state, noted, event, now_s)
+        case _:
+            return state, ()
+
+
+def _wanted(state: State, event: Wanted, now_s: float) -> Step:
+    release, noted = event.release, state.noted
+    if noted is None:
+        return _start(state, release, now_s)
+    latest = noted.next or noted.release
+    if release.serial <= latest.serial:
+        return state, (Tell(),)
+    if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
+        return _return(replace(state, noted=replace(noted, release=release, next=None)), "")
+    if noted.step in ("swapping", "soaking", "returning"):
+        return replace(state, noted=replace(noted, next=release)), ()
+    after, actions = _start(state, release, now_s)
+    return after, (*_give_up(state), *actions)
+
+
+def _start(state: State, release: Release, now_s: float) -> Step:
+    known = state.noted
+    if known is None:
+        noted = Noted(release=release)
+    else:
+        noted = replace(known, release=release, step="wanted", reason="", metrics={}, next=None, origin="")
+    state = State(noted=noted, again_s=now_s)
+    if wrong := window.wrong(release.window):
+        return _end(state, "refused", wrong, now_s)
+    if release.back:
+        if not noted.rollout or noted.rollout != release.rollout:
+            return _end(state, "returned", "it does not run what that rollout has brought", now_s)
+        return state, ()
+    if release.kind != "settings" and release.blob is None:
+        return _end(state, "refused", "it names no blob", now_s)
+    return state, ()
+
+
+def _give_up(state: State) -> tuple[Action, ...]:
+    """What ends the work for a release that is not in use yet."""
+    if state.noted is None or state.noted.step != "wanted":
+        return ()
+    blob = state.noted.release.blob
+    abandon = (Abandon(blob.sha256),) if blob is not None and state.stage == "fetching" else ()
+    return (*abandon, Drop())
+
+
+def _withdrawn(state: State, noted: Noted) -> Step:
+    if noted.step in ("soaking", "swapping", "returning"):
+        return replace(state, noted=replace(noted, next=None)), ()
+    if noted.step != "wanted":
+        return state, ()
+    given_up = _give_up(state)
+    after, _ = _end(state, "refused", "it was withdrawn", inf)
+    return after, given_up
+
+
+def _begun(state: State, noted: Noted, event: Begun, now_s: float) -> Step:
+    blob = noted.release.blob
+    runs = blob is None or event.current == blob.sha256
+    match noted.step:
+        case "wanted":
+            return replace(state, again_s=now_s), ()
+        case "swapping" if not event.ill or runs:
+            return state, (Swap(noted.release),)
+        case "soaking" if runs:
+            return state, (Swap(noted.release),)
+        case "swapping" | "soaking":
+            why = event.ill or "this process began without it: something has returned to what ran before"
+            state = _in_use(state, noted)
+            assert state.noted is not None
+            return _end(_forgotten(state, state.noted), "returned", why, now_s)
+        case "returning":
+            return state, (Undo(noted.before),)
+        case _:
+            return state, (Drop(),)
+
+
+def _failed(state: State, noted: Noted, event: Failed, now_s: float) -> Step:
+    if noted.step in ("wanted", "swapping"):
+        return _end(state, "refused", event.reason, now_s)
+    if noted.step == "returning":
+        return replace(state, waits=event.reason[:SENTENCE], again_s=now_s + LOOK_S), ()
+    return state, ()
+
+
+def _swapped(state: State, noted: Noted, now_s: float) -> Step:
+    state = _in_use(state, noted)
+    assert state.noted is not None
+    noted = replace(state.noted, step="soaking")
+    until_s = now_s + noted.release.soak_s
+    return replace(state, noted=noted, until_s=until_s, again_s=now_s, waits=""), ()
+
+
+def _in_use(state: State, noted: Noted) -> State:
+    """The state in which the release that was about to be swapped is in use."""
+    if noted.step != "swapping":
+        return state
+    release = noted.release
+    return replace(
+        state,
+        noted=replace(
+            noted,
+            rollout=release.rollout,
+            name=release.name,
+            before=noted.origin,
+            before_name=noted.name,
+        ),
+    )
+
+
+def _return(state: State, reason: str) -> Step:
+    assert state.noted is not None
+    noted = replace(state.noted, step="returning", reason=reason[:SENTENCE])
+    return replace(state, noted=noted, stage="gate", again_s=inf), (Undo(noted.before),)
+
+
+def _forgotten(state: State, noted: Noted) -> State:
+    """The state in which what ran before is in use."""
+    return replace(state, noted=replace(noted, rollout="", name=noted.before_name, before="", before_name=""))
+
+
+def _end(state: State, step: Literal["committed", "refused", "returned"], reason: str, now_s: float) -> Step:
+    """End with the release in hand, and begin with the next one that has come meanwhile."""
+    assert state.noted is not None
+    following = state.noted.next
+    noted = replace(state.noted, step=step, reason=reason[:SENTENCE], next=None, origin="")
+    ended = State(noted=noted)
+    if following is None:
+        return ended, (Drop(),)
+    after, actions = _start(ended, following, now_s)
+    return after, (Drop(), *actions)
+
+
+# -- when it is time to look ----------------------------------------------------------------------
+
+
+def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
+    match noted.step:
+        case "wanted":
+            return _go_on(state, noted, seen, now_s)
+        case "soaking":
+            if seen.ill:
+                return _return(state, seen.ill)
+            if now_s >= state.until_s and seen.settled:
+                return _end(state, "committed", noted.reason, now_s)
+            late_s = now_s + SOAK_LOOK_S
+            return replace(state, again_s=late_s if now_s >= state.until_s else min(state.until_s, late_s)), ()
+        case "returning" if state.stage != "undone":
+            return replace(state, again_s=inf), (Undo(noted.before),)
+        case "returning" if not seen.settled:
+            return replace(state, again_s=now_s + SOAK_LOOK_S), ()
+        case "returning":
+            reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
+            return _end(_forgotten(state, noted), "returned", reason, now_s)
+        case _:
+            return replace(state, again_s=inf), ()
+
+
+def _go_on(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
+    """Go on with a release that is not in use, unless the device has to wait."""
+    release = noted.release
+    if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
+        return _end(state, "committed", "it ran here already", now_s)
+    if state.stage == "fetching":  # again
+        assert release.blob is not None
+        return replace(state, again_s=inf), (Fetch(release.blob),)
+    if state.stage == "checking":
+        return replace(state, again_s=inf), ()
+    if waits := waits_for(release, state, seen):
+        return replace(state, waits=waits[:SENTENCE], again_s=now_s + LOOK_S), ()
+    state = replace(state, waits="", again_s=now_s)
+    if release.back:
+        return _return(state, "")
+    if state.stage == "gate":
+        if release.blob is None or seen.here:
+            return replace(state, stage="fetched"), ()
+        return replace(state, stage="fetching", again_s=inf), (Fetch(release.blob),)
+    if state.stage == "fetched":
+        if release.blob is not None and not seen.here:  # dropped, or damaged meanwhile
+            return replace(state, stage="gate"), ()
+        return replace(state, stage="checking", again_s=inf), (Check(release),)
+    swapping = replace(noted, step="swapping", origin=seen.current)
+    return replace(state, noted=swapping, again_s=inf), (Swap(release),)
+
+
+def waits_for(release: Release, state: State, seen: Look) -> str:
+    """What a release has to wait for before its next step; "": for nothing.
+
+    Without the numbers of the moment: each change of the sentence is published.
+    """
+    idle = release.force or not seen.works
+    if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
+        return "" if idle or release.kind != "agent" else "a task runs"
+    if waits := window.waits(release.window, seen.local):
+        return waits
+    reading = seen.reading
+    if reading.battery is not None and reading.battery < seen.min_battery and not reading.charging:
+        return f"its battery is below {seen.min_battery:.0%}, and does not charge"
+    if seen.max_c is not None and reading.temperature_c is not None and reading.temperature_c > seen.max_c:
+        return f"it is hotter than {seen.max_c:g} °C"
+    if state.stage == "gate":
+        return ""
+    if not idle:
+        return "a task runs"
+    if state.stage != "fetched":
+        return ""
+    if seen.other:
+        return f"its release of kind {seen.other} is being checked"
+    free = reading.available_bytes
+    if free is not None and free < seen.need_bytes:
+        return f"its check takes {megabytes(seen.need_bytes)} of memory, and less is free"
+    return ""

@@ -1,0 +1,74 @@
+"""A kind of release whose disk, check and health a test has in its hands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedquilt.core import BlobRef
+from fedquilt.edge_agent.releases.kind import Kind, Verdict
+from fedquilt.wire import Release
+
+
+class ToyKind(Kind):
+    """What is in use, and what was before; both outlive the agent's process, as a disk does.
+
+    A call of a method that is named in `fails` raises that, once.
+    """
+
+    def __init__(self) -> None:
+        self.running, self.previous = "", "none"  # blobs; "none": there is none
+        self.verdict: Verdict | None = Verdict("", {"accuracy": 0.9})
+        self.illness, self.hook_runs, self.need = "", False, 0
+        self.fails: dict[str, BaseException] = {}
+        self.calls: list[str] = []
+        self.staged: bytes | None = None
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if (error := self.fails.pop(name, None)) is not None:
+            raise error
+
+    def current(self) -> str:
+        return self.running
+
+    def stage(self, release: Release, blob: Path | None) -> None:
+        self._called("stage")
+        self.staged = None if blob is None else blob.read_bytes()
+
+    def begin_check(self, release: Release) -> None:
+        self._called("check")
+
+    def checked(self) -> Verdict | None:
+        return self.verdict
+
+    def swap(self, release: Release) -> None:
+        self._called("swap")
+        assert release.blob is not None
+        if self.running != release.blob.sha256:
+            self.running, self.previous = release.blob.sha256, self.running
+
+    def ill(self) -> str:
+        return self.illness
+
+    def back(self) -> bool:
+        self._called("back")
+        if self.previous == "none":
+            return False
+        self.running, self.previous = self.previous, "none"
+        return True
+
+    def drop(self) -> None:
+        self._called("drop")
+
+    def settled(self) -> bool:
+        return not self.hook_runs
+
+    def need_bytes(self, release: Release) -> int:
+        return self.need
+
+
+def release(serial: int = 1, blob: BlobRef | None = None, **changes: Any) -> Release:
+    """A release of a model, with a soak of ten seconds."""
+    values: dict[str, Any] = {"rollout": f"r{serial}", "kind": "model", "soak_s": 10.0, "name": f"v{serial}"}
+    return Release(**{**values, "serial": serial, "blob": blob, **changes})
