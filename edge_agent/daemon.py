@@ -13,10 +13,13 @@ import msgspec
 from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import confine
 from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.edge_agent.upgrade.central import SettingsKind
+from fedquilt.edge_agent.upgrade.kind import AgentKind, launched
 from fedquilt.transport import link as links
 
 log = logging.getLogger("fedquilt.agent")
@@ -49,8 +52,13 @@ def run_agent(settings: AgentSettings) -> None:
     if own is None:
         log.info("%s", UNSIGNED)
     worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
-    agent = Agent(link, settings, board, worker, boot)
     stopped: list[int] = []
+    central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
+    kinds: dict[str, Kind] = {
+        "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),
+        "settings": central,
+    }
+    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"

@@ -36,7 +36,7 @@ Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Content of upgrade.json. Fields that this version does not know are skipped; `format` says when that would not do."""
+    """Content of upgrade.json. Unknown fields are skipped: another `format` says when that would not do."""
 
     format: int
     version: Label  # of fedquilt
@@ -45,7 +45,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     wheels: dict[Wheel, Digest]
     unpacked_bytes: Annotated[int, Meta(ge=0, le=UNPACKED_MOST)]
     system_packages: bool = False
-    present: dict[Label, Label] = msgspec.field(default_factory=dict)  # packages left out -> version that has to be there
+    present: dict[Label, Label] = msgspec.field(
+        default_factory=dict
+    )  # packages left out -> version that has to be there
     made_s: Count = 0  # seconds since 1970
 
 

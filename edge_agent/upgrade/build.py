@@ -66,7 +66,9 @@ def fits(manifest: Manifest) -> None:
         )
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if manifest.python != python:
-        raise ModelError(f"the bundle is for Python {manifest.python}, and this board has {python}: {MEND_ARCHITECTURE}")
+        raise ModelError(
+            f"the bundle is for Python {manifest.python}, and this board has {python}: {MEND_ARCHITECTURE}"
+        )
 
 
 def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
@@ -91,7 +93,9 @@ def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
-        raise JobError("checking a signature needs fedquilt[identity]: flash this board with --extras identity") from None
+        raise JobError(
+            "checking a signature needs fedquilt[identity]: flash this board with --extras identity"
+        ) from None
     with doing(f"read {ca}"):
         pem = Path(ca).read_bytes()
     try:
@@ -202,7 +206,7 @@ def main() -> None:
         sys.exit(getattr(error, "exit_code", 1))
     program = str(home / "bin" / "python")
     try:
-        os.execv(program, [program, "-m", "fedquilt.cli", *order.words, "--check"])
+        os.execv(program, [program, "-m", "fedquilt.cli", *order.words, "--check"])  # noqa: S606 (no shell is wanted)
     except OSError as error:
         sys.exit(f"fedquilt: {program} cannot be started ({error.strerror})")
 

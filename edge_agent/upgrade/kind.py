@@ -36,7 +36,7 @@ CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of o
 TAIL_BYTES: Final = 4096
 NO_LAUNCHER: Final = (
     "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
-    "once more (its unit then starts it), or start `python -m fedquilt.edge_agent.upgrade.launch FOLDER agent agent.toml`"
+    "once more, or start `python -m fedquilt.edge_agent.upgrade.launch FOLDER agent agent.toml` again and again"
 )
 
 
@@ -313,5 +313,3 @@ def _read(pipe: IO[bytes] | None) -> bytes:
     if said == b"":
         pipe.close()
     return said or b""
-
-

@@ -12,8 +12,9 @@ break it. FOLDER has what came over the air:
 Without them, and whenever they are of no use, it starts the version that it was installed with ("flashed"). It
 becomes the agent by exec: the process that the service manager watches stays the same.
 
-A version on trial gets `STARTS_MOST` starts, and from each `online_s` seconds to reach its broker: an alarm that outlives
-the exec ends the process unless the agent cancels it. After that the launcher puts the version before in use again.
+A version on trial gets `STARTS_MOST` starts, and from each `online_s` seconds to reach its broker: an alarm that
+outlives the exec ends the process unless the agent cancels it. After that the launcher puts the version before in
+use again.
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ def back(choice: Choice, why: str) -> Choice:
     return Choice(choice.flashed, choice.previous or "", online_s=choice.online_s, returned=why, failed=choice.current)
 
 
+def told(choice: Choice) -> str:
+    """A return in words."""
+    now = choice.current[:12] or "the flashed version"
+    return f"returned from {choice.failed[:12]} to {now}: {choice.returned}"
+
+
 def begin(choice: Choice | None, flashed: str, boot: str, now_s: float, folder: Path) -> tuple[Choice, str]:
     """What to start now, as a choice to be written, and what is to be said about it; "": nothing.
 
@@ -138,7 +145,7 @@ def begin(choice: Choice | None, flashed: str, boot: str, now_s: float, folder: 
         return choice, ""
     if choice.current and not python(folder, choice.current).exists():
         choice = choice._replace(current="")
-    return choice, f"returned from {choice.failed[:12]} to {choice.current[:12] or 'the flashed version'}: {choice.returned}"
+    return choice, told(choice)
 
 
 def environment(folder: Path, flashed: str, running: str, words: list[str]) -> dict[str, Any]:
@@ -195,13 +202,13 @@ def main(arguments: list[str]) -> None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, min(max(choice.online_s, 1.0), LONGEST_S))
         try:
-            os.execv(program, [program, "-m", "fedquilt.cli", *words])
+            os.execv(program, [program, "-m", "fedquilt.cli", *words])  # noqa: S606 (no shell is wanted)
         except OSError as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if not choice.current:
                 sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board once more")
             before, choice = choice, back(choice, f"it cannot be started ({error.strerror})")
-            said = f"returned from {choice.failed[:12]} to {choice.current[:12] or 'the flashed version'}: {choice.returned}"
+            said = told(choice)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def contents(
         "system_packages": system_packages,
         "wheels": [path.name for path in house],
         "own_python": own_python is not None,
-        "unpacked_bytes": sum(_unpacked(path) for path in house) + sum(one.stat().st_size for one in brought.values()),
+        "unpacked_bytes": sum(map(unpacked_bytes, house)) + sum(one.stat().st_size for one in brought.values()),
         "secret": sorted(SECRET & set(files)),
         "files": {name: _digest(name, data, digests) for name, data in sorted(files.items())},
     }
@@ -256,7 +256,8 @@ def _digest(name: str, data: bytes | Path, digests: Mapping[str, str]) -> str:
     return hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else digests[name.removeprefix("wheels/")]
 
 
-def _unpacked(path: Path) -> int:
+def unpacked_bytes(path: Path) -> int:
+    """Bytes of all files in a wheel."""
     with zipfile.ZipFile(path) as archive:
         return sum(entry.file_size for entry in archive.infolist())
 
