@@ -24,7 +24,7 @@ from fedquilt import environment
 from fedquilt.core import FedquiltError, JobError, ModelError, StoreError
 from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent.task.process import die_with
-from fedquilt.edge_agent.upgrade import archive
+from fedquilt.edge_agent.upgrade import archive, launch
 from fedquilt.edge_agent.upgrade.archive import Bundle, Manifest
 
 SPARE_BYTES: Final = 32 << 20  # that stay free on the disk
@@ -200,13 +200,14 @@ def main() -> None:
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
         if order.parent:
             die_with(order.parent)
-        home = build(order)
+        build(order)
     except (FedquiltError, msgspec.MsgspecError) as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
-    program = str(home / "bin" / "python")
+    program = str(launch.python(Path(order.folder), order.sha256))
+    os.environ[launch.SAFE] = "1"
     try:
-        os.execv(program, [program, "-m", "fedquilt.cli", *order.words, "--check"])  # noqa: S606 (no shell is wanted)
+        os.execv(program, launch.command(program, (*order.words, "--check")))  # noqa: S606 (no shell is wanted)
     except OSError as error:
         sys.exit(f"fedquilt: {program} cannot be started ({error.strerror})")
 

@@ -48,6 +48,7 @@ class Launched(msgspec.Struct, frozen=True):
     running: str  # version of this process; "": the flashed one
     words: tuple[str, ...]
     packages: tuple[str, ...] = ()
+    unable: str = ""  # why it is not the version that was chosen
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
@@ -127,7 +128,9 @@ class AgentKind(Kind):
 
     def current(self) -> str:
         """Bundle of the version in use; "": the flashed one."""
-        return "" if self._started is None else self._choice().current
+        if self._started is None:
+            return ""
+        return self._started.running if self._started.unable else self._choice().current
 
     def stage(self, release: Release, blob: Path | None) -> None:
         """Look at the bundle: what it is for is checked here, its signature and wheels where they are unpacked.
@@ -231,8 +234,8 @@ class AgentKind(Kind):
         if self._started is None:
             return NO_LAUNCHER
         choice = self._choice()
-        if choice.returned:
-            return choice.returned
+        if self._started.unable or choice.returned:
+            return self._started.unable or choice.returned
         if choice.trying and not choice.online and self._started.running == choice.current and self._connected():
             self._quiet()
             self._choose(choice._replace(online=True))
@@ -240,7 +243,7 @@ class AgentKind(Kind):
 
     def settled(self) -> bool:
         """Whether the version in use is the one that runs, and has been online."""
-        if self._started is None:
+        if self._started is None or self._started.unable:
             return True
         choice = self._choice()
         return self._started.running == choice.current and (not choice.trying or choice.online)
@@ -271,6 +274,8 @@ class AgentKind(Kind):
         if self._started is None:
             return
         choice = self._choice()
+        if self._started.unable and choice.current != self._started.running:
+            return self._choose(launch.back(choice, self._started.unable))
         if choice.trying and choice.online and self._started.running == choice.current:
             choice = choice._replace(trying=False)
             self._choose(choice)

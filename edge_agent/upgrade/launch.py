@@ -25,11 +25,14 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 CHOICE: Final = "choice.json"
 LAUNCHED: Final = "FEDQUILT_LAUNCHED"  # environment variable by which the agent knows its launcher
+SAFE: Final = "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from where a process happens to be started
+START: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
 STARTS_MOST: Final = 3  # of a version on trial that has not held yet
 ONLINE_S: Final = 300.0
 LONGEST_S: Final = 86400.0
@@ -107,6 +110,11 @@ def python(folder: Path, version: str) -> Path:
     return folder / version / "bin" / "python"
 
 
+def command(program: str, words: Sequence[str]) -> list[str]:
+    """`fedquilt` with these words, by this interpreter and its own packages, wherever the process is started."""
+    return [program, "-c", START, *words]
+
+
 def back(choice: Choice, why: str) -> Choice:
     """The choice after a return from its current version; `why`: a sentence without its end."""
     return Choice(choice.flashed, choice.previous or "", online_s=choice.online_s, returned=why, failed=choice.current)
@@ -148,8 +156,8 @@ def begin(choice: Choice | None, flashed: str, boot: str, now_s: float, folder: 
     return choice, told(choice)
 
 
-def environment(folder: Path, flashed: str, running: str, words: list[str]) -> dict[str, Any]:
-    """What the agent is told about its launcher."""
+def environment(folder: Path, flashed: str, running: str, words: list[str], unable: str = "") -> dict[str, Any]:
+    """What the agent is told about its launcher; `unable`: why it does not run the version that was chosen."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return {
         "folder": str(folder),
@@ -157,7 +165,7 @@ def environment(folder: Path, flashed: str, running: str, words: list[str]) -> d
         "running": running,
         "words": words,
         "packages": packages,
-        "version": sys.version.split()[0],
+        "unable": unable,
     }
 
 
@@ -187,6 +195,7 @@ def main(arguments: list[str]) -> None:
     folder, words = Path(arguments[0]).absolute(), arguments[1:]
     flashed, before = name_of(Path(__file__).resolve().parent), read(folder)
     choice, said = begin(before, flashed, _boot(), time.clock_gettime(time.CLOCK_BOOTTIME), folder)
+    unable = ""
     while True:
         if said:
             _say(said)
@@ -194,15 +203,17 @@ def main(arguments: list[str]) -> None:
             try:
                 write(folder, choice)
             except OSError as error:
-                _say(f"{folder / CHOICE} cannot be written ({error.strerror}): the flashed version is started")
+                unable = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
+                _say(f"{unable}: the flashed version is started")
                 choice = Choice(flashed)  # a trial that cannot be counted would have no end
         program = str(python(folder, choice.current)) if choice.current else sys.executable
-        os.environ[LAUNCHED] = json.dumps(environment(folder, flashed, choice.current, words))
+        os.environ[SAFE] = "1"
+        os.environ[LAUNCHED] = json.dumps(environment(folder, flashed, choice.current, words, unable))
         if choice.trying and not choice.online:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, min(max(choice.online_s, 1.0), LONGEST_S))
         try:
-            os.execv(program, [program, "-m", "fedquilt.cli", *words])  # noqa: S606 (no shell is wanted)
+            os.execv(program, command(program, words))  # noqa: S606 (no shell is wanted)
         except OSError as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if not choice.current:

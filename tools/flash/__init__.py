@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedquilt.core import JobError
-from fedquilt.tools.flash import bundle, coordinator, image, install, targets, wheels
+from fedquilt.tools.flash import bundle, coordinator, image, install, over_the_air, targets, wheels
 from fedquilt.tools.flash.coordinator import Coordinator
 from fedquilt.tools.flash.remote import TOP, Host
-from fedquilt.tools.flash.upgrade import make as make_upgrade
 
 Say = Callable[[str], None]
 
@@ -157,7 +156,7 @@ def upgrade(what: What, out: Path, authority: Path, *, whole: bool = False, say:
     target = targets.find(what.target, what.python, what.interpreter)
     cache, extras = what.wheels or _cache(), sorted({*what.extras, "identity"})
     house, _ = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
-    make_upgrade(house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say)
+    over_the_air.make(house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say)
 
 
 def take_out(where: Where, *, purge: bool = False, say: Say = print) -> None:
