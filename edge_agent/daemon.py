@@ -13,10 +13,11 @@ import msgspec
 from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.releases import models, start
 from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.edge_agent.upgrade.central import SettingsKind
 from fedquilt.edge_agent.upgrade.kind import AgentKind, launched
@@ -51,10 +52,13 @@ def run_agent(settings: AgentSettings) -> None:
     link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
     if own is None:
         log.info("%s", UNSIGNED)
-    worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
+    cage, home = budget.Cage(), Path(settings.home).absolute()
+    worker = ChildWorker(settings.warm_s, confine.command(home), cage)
+    checks = ChildWorker(0.0, start.command(home, models.folder(settings)), cage)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
     kinds: dict[str, Kind] = {
+        "model": models.Models(settings, board, checks),
         "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),
         "settings": central,
     }

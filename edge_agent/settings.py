@@ -98,6 +98,15 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     telemetry_s: Annotated[float, Meta(gt=0)] = 1.0  # shortest interval
 
 
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where models that are deployed to this board lie, and what is done after an exchange."""
+
+    folder: str | None = None  # whose group may read it, for a runner of another user; None: "models" in `home`
+    hook: tuple[str, ...] = ()  # command that is run after each exchange: a failure undoes it
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0  # a hook that takes longer has failed
+    tensorrt_s: Annotated[float, Meta(ge=0, le=86400)] = 1200.0  # most for a TensorRT engine, where trtexec is; 0: none
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one agent: agent.toml."""
 
@@ -120,6 +129,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     releases: ReleaseSettings = ReleaseSettings()
     upgrade: UpgradeSettings = UpgradeSettings()
     limits: LimitSettings = LimitSettings()
+    models: ModelSettings = ModelSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
@@ -190,7 +200,12 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     profile = table.get("profile")
     named = isinstance(profile, str) and profiles.is_name(profile) and not (folder / profile).exists()
     result = _anchor(table, ("home", *(() if named else ("profile",))), folder)
-    for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("enrol", ("token",)), ("data", ("path",))):
+    for key, paths in (
+        ("broker", ("ca", "cert", "key", "password_file")),
+        ("enrol", ("token",)),
+        ("data", ("path",)),
+        ("models", ("folder",)),
+    ):
         if isinstance(result.get(key), dict):
             result[key] = _anchor(result[key], paths, folder)
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):

@@ -193,6 +193,14 @@ class Disk:
         """Give a file a second name; what a symbolic link leads to is linked, not the symbolic link."""
         os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
 
+    def symlink(self, target: str, path: Place) -> None:
+        """Make a symbolic link at `path`, where there is nothing, to `target`, as seen from its folder."""
+        os.symlink(target, path)
+
+    def target(self, path: Place) -> str | None:
+        """What a symbolic link names, whether it is there or not; None: there is no such link."""
+        return os.readlink(path) if os.path.islink(path) else None
+
     def unlink(self, path: Place) -> None:
         """Remove a file; do nothing if there is none at the path."""
         with suppress(FileNotFoundError):
@@ -202,6 +210,10 @@ class Disk:
         """Set the time of a file's last change to now; do nothing if there is none at the path."""
         with suppress(FileNotFoundError):
             os.utime(path)
+
+    def permit(self, path: Place, mode: int) -> None:
+        """Set who may use a file or a folder, whatever the umask."""
+        os.chmod(path, mode)
 
     def make(self, folder: Place) -> None:
         """Make a folder and those above it, as far as they are missing; `withheld` is for the folder alone."""
@@ -246,6 +258,14 @@ class Disk:
             self.write_at(target, bytes(piece), offset)
             offset += len(piece)
         return sha256.hexdigest()
+
+    def point(self, path: Place, target: str) -> None:
+        """Let a symbolic link name `target`: at any moment it names either that or what it named before."""
+        part = f"{path}.part"
+        self.unlink(part)
+        self.symlink(target, part)
+        self.replace(part, path)
+        self.sync(os.path.dirname(path) or ".")
 
     def put(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
         """Write a small file, so that at any moment it has either the old or the new content.

@@ -20,6 +20,7 @@ class ToyKind(Kind):
         self.running, self.previous = "", "none"  # blobs; "none": there is none
         self.verdict: Verdict | None = Verdict("", {"accuracy": 0.9})
         self.illness, self.hook_runs, self.need = "", False, 0
+        self.lasting = ""  # illness of what was before
         self.fails: dict[str, BaseException] = {}
         self.calls: list[str] = []
         self.staged: bytes | None = None
@@ -53,6 +54,7 @@ class ToyKind(Kind):
 
     def back(self) -> bool:
         self._called("back")
+        self.illness = self.lasting
         if self.previous == "none":
             return False
         self.running, self.previous = self.previous, "none"

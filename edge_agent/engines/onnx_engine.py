@@ -161,6 +161,23 @@ class OnnxEngine:
         """
         return onnx_session.checked(graph).metadata
 
+    def input_shape(self, graph: Path) -> tuple[int | None, ...]:
+        """Shape of one example as the graph states it; None: of a size that it does not state.
+
+        Raises:
+            ModelError, MemoryBudgetError: as `run`.
+        """
+        session, _ = self._load(graph)
+        return tuple(size if isinstance(size, int) else None for size in session.get_inputs()[0].shape[1:])
+
+    def input_name(self, graph: Path) -> str:
+        """Name of the graph's input.
+
+        Raises:
+            ModelError, MemoryBudgetError: as `run`.
+        """
+        return str(self._load(graph).session.get_inputs()[0].name)
+
     def plan(self, graph: Path) -> Plan:
         """How a graph will be run, and its memory.
 

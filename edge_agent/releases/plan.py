@@ -78,6 +78,8 @@ def told(state: State, current: str) -> Installed | None:
     if phase == "wanted":
         phase = _WITHIN[state.stage] if state.stage in ("fetching", "checking") or not state.waits else "waiting"
         reason = state.waits
+    elif phase == "returning" and state.waits:
+        reason = f"{reason}; it cannot return yet: {state.waits}"[:SENTENCE]
     phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
     return Installed(
         rollout=noted.release.rollout,
@@ -203,7 +205,7 @@ def _begun(state: State, noted: Noted, event: Begun, now_s: float) -> Step:
         case "returning":
             return state, (Undo(noted.before),)
         case _:
-            return state, (Drop(),)
+            return replace(state, again_s=inf if noted.next is None else now_s), (Drop(),)
 
 
 def _failed(state: State, noted: Noted, event: Failed, now_s: float) -> Step:
@@ -251,15 +253,10 @@ def _forgotten(state: State, noted: Noted) -> State:
 
 
 def _end(state: State, step: Literal["committed", "refused", "returned"], reason: str, now_s: float) -> Step:
-    """End with the release in hand, and begin with the next one that has come meanwhile."""
+    """End with the release in hand; a next one that has come meanwhile is begun once this end was told."""
     assert state.noted is not None
-    following = state.noted.next
-    noted = replace(state.noted, step=step, reason=reason[:SENTENCE], next=None, origin="")
-    ended = State(noted=noted)
-    if following is None:
-        return ended, (Drop(),)
-    after, actions = _start(ended, following, now_s)
-    return after, (Drop(), *actions)
+    noted = replace(state.noted, step=step, reason=reason[:SENTENCE], origin="")
+    return State(noted=noted, again_s=inf if noted.next is None else now_s), (Drop(),)
 
 
 # -- when it is time to look ----------------------------------------------------------------------
@@ -283,6 +280,8 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
         case "returning":
             reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
             return _end(_forgotten(state, noted), "returned", reason, now_s)
+        case _ if noted.next is not None:
+            return _start(state, noted.next, now_s)
         case _:
             return replace(state, again_s=inf), ()
 

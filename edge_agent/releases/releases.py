@@ -235,7 +235,7 @@ class Releases:
                 self._feed(name, _swapped(kind, release), now_s)
             case steps.Undo(before):
                 try:
-                    event: steps.Event = steps.Undone(kind.current() == before or kind.back())
+                    event: steps.Event = steps.Undone(kind.back() or kind.current() == before)
                 except FedquiltError as error:
                     event = steps.Failed(str(error))
                 self._feed(name, event, now_s)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from fedquilt.core import BlobRef, Task
+
+
+class Asked(Protocol):
+    """What a process is asked to do, as JSON."""
+
+    @property
+    def engine(self) -> str:
+        """Engine that it is for: one process serves orders of one engine."""
+        ...
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most that the process may hold resident."""
+        ...
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +41,11 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""  # prefix of these files' names, if devices share the folder
     whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
     plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
+
+    @property
+    def engine(self) -> str:
+        """The task's engine."""
+        return self.task.engine
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):

@@ -19,7 +19,7 @@ import msgspec
 from fedquilt.core import Cost, Device, Work
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.process import Child
-from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
+from fedquilt.edge_agent.task.protocol import Asked, Event, Loaded, Order, Outcome, Progressed
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples
@@ -173,7 +173,7 @@ class ChildWorker:
         self._warm_s, self._command = warm_s, command
         self._cage = cage or budget.Cage()
         self._child: Child | None = None
-        self._order: Order | None = None
+        self._order: Asked | None = None
         self._idle_s = math.inf  # time since which it has been idle
         self._failed: Outcome | None = None  # of an order that could not even begin
 
@@ -182,14 +182,14 @@ class ChildWorker:
         """Resident size of the idle or working child, in bytes; 0: there is none."""
         return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: Asked, now_s: float) -> None:
         """Send the order to the child, which is started if there is none for this engine."""
-        if self._child is not None and self._child.engine != order.task.engine:
+        if self._child is not None and self._child.engine != order.engine:
             self._end()
         try:
             if self._child is None:
                 self._cage.divide()
-                self._child = Child(self._command, order.task.engine, count_own=self._cage.kills)
+                self._child = Child(self._command, order.engine, count_own=self._cage.kills)
                 self._cage.limit(self._child.pid, order.budget_bytes)
             self._child.send(msgspec.json.encode(order) + b"\n")
         except OSError as error:
@@ -240,7 +240,7 @@ class ChildWorker:
         """End the child."""
         self.kill()
 
-    def _watch(self, child: Child, order: Order) -> Outcome | None:
+    def _watch(self, child: Child, order: Asked) -> Outcome | None:
         """Outcome of the order if its process is dead or has to be killed; None: it continues."""
         held = child.look()
         if child.garbled:

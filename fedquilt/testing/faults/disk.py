@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from fedquilt.disk import REAL, Disk, Found, Lock, Place
-from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, apply
+from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, Symlink, apply
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
@@ -67,7 +67,11 @@ class SimDisk(Disk):
         node = self._find(folder)
         if not isinstance(node, Folder):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
-        return [_found(name, each) for name, each in node.names.items()]
+        places = (
+            (name, self._find(f"{os.fspath(folder)}/{name}") if isinstance(each, Symlink) else each)
+            for name, each in node.names.items()
+        )
+        return [_found(name, each) for name, each in places if each is not None]
 
     def free_bytes(self, folder: Place) -> int:
         """Plenty."""
@@ -187,6 +191,23 @@ class SimDisk(Disk):
             raise FileExistsError(errno.EEXIST, "File exists", str(target))
         self._change([(there, new, node)])
 
+    def symlink(self, target: str, path: Place) -> None:
+        """See `Disk`. Links to a name in their own folder alone."""
+        if "/" in target:
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+        self._ask("name", path)
+        there, new = self._parent(path)
+        if new in there.names:
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        self._change([(there, new, Symlink(target, self.platter.inode()))])
+
+    def target(self, path: Place) -> str | None:
+        """See `Disk`."""
+        parts = self._parts(path)
+        folder = self._walk(parts[:-1])
+        node = folder.names.get(parts[-1]) if isinstance(folder, Folder) else None
+        return node.target if isinstance(node, Symlink) else None
+
     def unlink(self, path: Place) -> None:
         """See `Disk`."""
         self._ask("name", path)
@@ -200,6 +221,10 @@ class SimDisk(Disk):
         node = self._find(path)
         if isinstance(node, File):
             node.mtime_ns = self.platter.wall_ns()
+
+    def permit(self, path: Place, mode: int) -> None:
+        """Nobody else is there."""
+        self._ask("name", path)
 
     def make(self, folder: Place) -> None:
         """See `Disk`."""
@@ -281,7 +306,9 @@ class SimDisk(Disk):
         for name in parts:
             if not isinstance(node, Folder):
                 return None
-            node = node.names.get(name)
+            folder, node = node, node.names.get(name)
+            while isinstance(node, Symlink):
+                node = folder.names.get(node.target)
         return node
 
     def _find(self, path: Place) -> Node | None:
@@ -307,4 +334,5 @@ class SimDisk(Disk):
 def _found(name: str, node: Node) -> Found:
     if isinstance(node, Folder):
         return Found(name, True, 0, 0, node.inode)
+    assert isinstance(node, File)
     return Found(name, False, len(node.data), node.mtime_ns, node.inode)

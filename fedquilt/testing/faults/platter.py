@@ -36,11 +36,20 @@ class Folder:
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
-        self.names: dict[str, File | Folder] = {}
-        self.safe: dict[str, File | Folder] = {}
+        self.names: dict[str, Node] = {}
+        self.safe: dict[str, Node] = {}
 
 
-Node: TypeAlias = File | Folder
+class Symlink:
+    """A symbolic link to a name in its own folder. It is lost or kept with its name."""
+
+    __slots__ = ("inode", "target")
+
+    def __init__(self, target: str, inode: int) -> None:
+        self.target, self.inode = target, inode
+
+
+Node: TypeAlias = File | Folder | Symlink
 Change: TypeAlias = list[tuple[Folder, str, Node | None]]  # names set or removed together
 
 
@@ -123,7 +132,10 @@ class Platter:
     def _files(self, folder: Folder) -> list[File]:
         found: list[File] = []
         for node in folder.names.values():
-            found += self._files(node) if isinstance(node, Folder) else [node]
+            if isinstance(node, Folder):
+                found += self._files(node)
+            elif isinstance(node, File):
+                found.append(node)
         return found
 
     def copy(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
@@ -147,7 +159,7 @@ class Platter:
         for node in folder.names.values():
             if isinstance(node, Folder):
                 self._restore(node, roll)
-            elif node.safe is None or node.safe is not node.data:
+            elif isinstance(node, File) and (node.safe is None or node.safe is not node.data):
                 self.lost += 1
                 node.data = node.safe = torn(node.safe or b"", node.data, roll)
 

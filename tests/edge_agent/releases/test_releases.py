@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import time
 from pathlib import Path
 
 import pytest
 from one_agent import Site
 from toy_kinds import ToyKind, release
 
+from fedquilt.core import BlobRef, ModelError, StoreError
+from fedquilt.edge_agent.releases import window
+from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.testing.faults.disk import Crash
 from fedquilt.wire import Installed, Release
 
 
@@ -51,3 +58,337 @@ def test_a_release_is_fetched_checked_swapped_soaked_and_committed(site: Site, t
     site.run(10.0)
     assert (last(site).phase, last(site).current, last(site).name) == ("committed", wanted.blob.sha256, "v1")
     assert last(site).metrics == {"accuracy": 0.9}
+
+
+def test_what_ran_before_is_what_it_returns_to(site: Site, toy: ToyKind) -> None:
+    """The second release soaks, and turns out to be ill."""
+    first = deploy(site)
+    site.run(20.0)
+    deploy(site, 2)
+    site.run(3.0)
+    toy.illness, toy.lasting = "it failed 9 of 10 times", "hook failed"
+    site.run(3.0)
+    assert first.blob is not None
+    assert (last(site).phase, last(site).reason) == (
+        "returned",
+        "it failed 9 of 10 times; after the return: hook failed",
+    )
+    assert (last(site).current, last(site).name) == (first.blob.sha256, "v1")
+
+
+@pytest.mark.parametrize("method", ["stage", "check"])
+def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: ToyKind, method: str) -> None:
+    """Nothing has been exchanged, and the next release is taken."""
+    toy.fails[method] = ModelError("it is for another board")
+    deploy(site)
+    site.run(5.0)
+    assert (last(site).phase, last(site).reason, last(site).current) == ("refused", "it is for another board", "")
+    assert "swap" not in toy.calls
+    assert not site.agent.duty.state.rests
+    deploy(site, 2)
+    site.run(20.0)
+    assert last(site).phase == "committed"
+
+
+def test_a_check_that_refuses_ends_the_release(site: Site, toy: ToyKind) -> None:
+    """With what was measured."""
+    toy.verdict = Verdict("its accuracy is 40.0%", {"accuracy": 0.4})
+    deploy(site)
+    site.run(5.0)
+    assert (last(site).phase, last(site).reason) == ("refused", "its accuracy is 40.0%")
+    assert last(site).metrics == {"accuracy": 0.4}
+    assert toy.calls[-1] == "drop"
+
+
+def test_a_swap_that_fails_leaves_what_ran(site: Site, toy: ToyKind) -> None:
+    """The disk is full."""
+    first = deploy(site)
+    site.run(20.0)
+    toy.fails["swap"] = StoreError("cannot exchange the model: No space left on device; free some space")
+    deploy(site, 2)
+    site.run(20.0)
+    assert first.blob is not None
+    assert (last(site).phase, last(site).current) == ("refused", first.blob.sha256)
+    assert "No space left on device" in last(site).reason
+
+
+def test_a_release_larger_than_the_disk_is_refused(site: Site) -> None:
+    """Before anything is fetched."""
+    site.say("model", release(1, BlobRef(sha256="a" * 64, size=1 << 52)), retain=True)
+    site.run(2.0)
+    assert last(site).phase == "refused"
+    assert "are free" in last(site).reason
+
+
+def test_a_blob_that_cannot_be_had_is_asked_for_again(site: Site) -> None:
+    """The coordinator has it a little later."""
+    payload = b"late"
+    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    site.say("model", release(1, ref), retain=True)
+    site.run(5.0)
+    assert last(site).phase == "fetching"
+    assert last(site).reason
+    site.depot.put(payload)
+    site.run(120.0)
+    assert last(site).phase == "committed"
+
+
+# -- what it waits for ----------------------------------------------------------------------------
+
+
+def test_no_task_begins_while_a_release_is_checked(site: Site, toy: ToyKind) -> None:
+    """Its memory is needed; a task that arrives is accepted and begins afterwards."""
+    verdict, toy.verdict = toy.verdict, None
+    deploy(site)
+    site.run(2.0)
+    assert last(site).phase == "checking"
+    killed = site.bench.killed
+    assert killed == 1  # the process that waited for the next task
+    site.ask()
+    site.run(5.0)
+    assert site.all("claim")[-1].accepted
+    assert site.bench.orders == []
+    toy.verdict = verdict
+    site.run(1.0)
+    assert len(site.bench.orders) == 1
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_task_that_runs_is_waited_for_unless_the_release_is_forced(site: Site, toy: ToyKind, force: bool) -> None:
+    """A forced one is checked beside the task, which goes on."""
+    site.ask()
+    deploy(site, force=force)
+    site.run(20.0)
+    told = last(site)
+    assert (told.phase, told.reason) == (("committed", "") if force else ("waiting", "a task runs"))
+    assert site.bench.killed == 0
+    site.bench.finish()
+    site.run(30.0)
+    assert last(site).phase == "committed"
+    assert len(site.all("update")) >= 1
+
+
+def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None:
+    """It is fetched already."""
+    toy.need, site.board.available_bytes = 100_000_000, 99_000_000
+    deploy(site)
+    site.run(10.0)
+    assert last(site).reason == "its check takes 100 MB of memory, and less is free"
+    site.board.available_bytes = 100_000_000
+    site.run(20.0)
+    assert last(site).phase == "committed"
+
+
+def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
+    """It says so, and goes on once the clock is set and the window open."""
+    site.clock = lambda: site.broker.now_s
+    deploy(site, window="00:00-23:59")
+    site.run(20.0)
+    assert (last(site).phase, last(site).reason) == ("waiting", "its window is 00:00-23:59, and its clock says 1970")
+    midday_s = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
+    site.clock = lambda: midday_s + site.broker.now_s
+    site.run(30.0)
+    assert last(site).phase == "committed"
+
+
+def test_a_text_that_is_no_window_is_refused(site: Site) -> None:
+    deploy(site, window="25:00-3")
+    assert (last(site).phase, last(site).reason) == ("refused", f"'25:00-3' is no window: {window.FORM}")
+
+
+# -- one after the other --------------------------------------------------------------------------
+
+
+def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: ToyKind) -> None:
+    """As the coordinator repeats it until it has heard; one of a smaller serial is old news."""
+    wanted = deploy(site, 5)
+    site.run(20.0)
+    calls, told = list(toy.calls), len(site.all("installed"))
+    site.say("model", wanted, retain=True)
+    deploy(site, 4)
+    site.run(20.0)
+    assert toy.calls == calls
+    again = site.all("installed")[told:]
+    assert [(each.serial, each.phase) for each in again] == [(5, "committed")] * 2
+
+
+def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, toy: ToyKind) -> None:
+    """Its check is ended."""
+    verdict, toy.verdict = toy.verdict, None
+    deploy(site)
+    site.run(2.0)
+    toy.verdict = verdict
+    newer = deploy(site, 2)
+    site.run(20.0)
+    assert newer.blob is not None
+    assert toy.running == newer.blob.sha256
+    assert toy.previous == ""
+    assert not site.agent.duty.state.rests
+
+
+def test_a_release_that_soaks_comes_to_its_end_before_the_next_one(site: Site, toy: ToyKind) -> None:
+    """So what the next one returns to has held."""
+    deploy(site)
+    site.run(3.0)
+    assert last(site).phase == "soaking"
+    deploy(site, 2)
+    assert last(site).serial == 1
+    site.run(30.0)
+    assert [each.serial for each in site.all("installed") if each.phase == "committed"] == [1, 2]
+
+
+def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> None:
+    """Once; and of a rollout that this board has never had there is nothing to take back."""
+    first = deploy(site)
+    site.run(20.0)
+    deploy(site, 2)
+    site.run(20.0)
+    assert first.blob is not None
+    for serial, rollout, running in ((3, "r1", False), (4, "r2", True), (5, "r2", True)):
+        site.say("model", release(serial, rollout=rollout, back=True), retain=True)
+        site.run(5.0)
+        assert (last(site).serial, last(site).phase) == (serial, "returned")
+        assert (toy.running == first.blob.sha256) is running
+    assert last(site).reason == "it does not run what that rollout has brought"
+    assert toy.calls.count("back") == 1
+
+
+def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
+    """Nothing ran before it, and nothing does then."""
+    deploy(site)
+    site.run(2.0)
+    assert last(site).phase == "soaking"
+    site.say("model", release(2, rollout="r1", back=True), retain=True)
+    site.run(2.0)
+    assert (last(site).phase, last(site).current, last(site).name) == ("returned", "", "")
+
+
+def test_a_release_that_is_withdrawn_is_given_up(site: Site, toy: ToyKind) -> None:
+    """Its topic was emptied while it was checked. What soaks goes on."""
+    verdict, toy.verdict = toy.verdict, None
+    deploy(site)
+    site.run(2.0)
+    site.say("model", b"", retain=True)
+    assert (last(site).phase, last(site).reason) == ("refused", "it was withdrawn")
+    toy.verdict = verdict
+    deploy(site, 2)
+    site.run(3.0)
+    site.say("model", b"", retain=True)
+    site.run(20.0)
+    assert last(site).phase == "committed"
+
+
+def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None:
+    """Another rollout of what runs; taking that back leaves it."""
+    wanted = deploy(site)
+    site.run(20.0)
+    site.say("model", release(2, wanted.blob), retain=True)
+    site.run(2.0)
+    assert (last(site).phase, last(site).reason) == ("committed", "it ran here already")
+    site.say("model", release(3, rollout="r2", back=True), retain=True)
+    site.run(2.0)
+    assert wanted.blob is not None
+    assert toy.running == wanted.blob.sha256
+
+
+def test_a_kind_that_this_board_does_not_exchange_is_refused(site: Site) -> None:
+    """It was started without."""
+    site.say("settings", release(1, kind="settings"), retain=True)
+    assert (last(site).kind, last(site).phase) == ("settings", "refused")
+
+
+def test_a_release_on_the_topic_of_another_kind_is_dropped(site: Site) -> None:
+    """As bad bytes are."""
+    site.say("agent", release(1), retain=True)
+    assert site.agent.garbage.dropped == 1
+    assert site.all("installed") == []
+
+
+def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
+    """The broker may have lost it."""
+    deploy(site)
+    site.run(20.0)
+    told = len(site.all("installed"))
+    site.start()
+    assert {each.phase for each in site.all("installed")[told:]} == {"committed"}
+
+
+# -- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["stage", "begin_check", "swap", "back", "drop"])
+@pytest.mark.parametrize("late", [False, True])
+def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, method: str, late: bool) -> None:
+    """Before the call has done anything, or after; the second release is ill, and returns to the first."""
+    first = deploy(site)
+    site.run(20.0)
+    assert first.blob is not None
+    original = getattr(toy, method)
+
+    def dies(*given: object) -> object:
+        if late:
+            original(*given)
+        raise Crash
+
+    setattr(toy, method, dies)
+    second = deploy_and_die(site)
+    setattr(toy, method, original)
+    site.start()
+    site.run(4.0)
+    toy.illness = "bad"
+    site.run(20.0)
+    assert toy.running == first.blob.sha256
+    assert (last(site).rollout, last(site).phase) == (second.rollout, "returned")
+    assert toy.calls.count("stage") + toy.calls.count("check") >= 2
+
+
+def deploy_and_die(site: Site) -> Release:
+    """Publish the second release; the process dies in it."""
+    wanted = release(2, site.depot.put(b"model 2"))
+    with contextlib.suppress(Crash):
+        site.say("model", wanted, retain=True)
+        site.run(4.0)
+        assert isinstance(site.kinds["model"], ToyKind)
+        site.kinds["model"].illness = "bad"
+        site.run(20.0)
+        pytest.fail("nothing has died")
+    site.kinds["model"].illness = ""  # type: ignore[attr-defined]
+    return wanted
+
+
+def test_something_that_returned_outside_the_agent_is_found(site: Site, toy: ToyKind) -> None:
+    """A launcher that could not start the new version put the old one back."""
+    deploy(site)
+    site.run(2.0)
+    assert last(site).phase == "soaking"
+    toy.running = ""
+    toy.illness = "it could not be started"
+    site.start()
+    assert (last(site).phase, last(site).reason, last(site).current) == ("returned", "it could not be started", "")
+    assert toy.calls.count("swap") == 1
+
+
+def test_damaged_notes_are_forgotten(site: Site, toy: ToyKind, caplog: pytest.LogCaptureFixture) -> None:
+    """The release is still on the broker, and runs already."""
+    deploy(site)
+    site.run(20.0)
+    (site.folder / "d/releases/model.json").write_bytes(b"nonsense")
+    site.start()
+    site.run(2.0)
+    assert "is damaged" in caplog.text
+    assert (last(site).phase, last(site).reason) == ("committed", "it ran here already")
+
+
+def test_a_swap_that_cannot_be_noted_is_not_made(site: Site, toy: ToyKind) -> None:
+    """Else a process that begins would not know what ran before."""
+    deploy(site)
+    site.run(20.0)
+    verdict, toy.verdict = toy.verdict, None
+    deploy(site, 2)
+    site.run(2.0)
+    (site.folder / "d/releases/model.json.part").mkdir()  # nothing can be written there
+    toy.verdict = verdict
+    site.run(5.0)
+    assert last(site).phase == "refused"
+    assert "cannot write" in last(site).reason
+    assert toy.calls.count("swap") == 1

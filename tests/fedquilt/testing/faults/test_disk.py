@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,17 @@ def use(disk: Disk, home: str) -> list[object]:
     disk.put(f"{home}/a/four", b"four")
     disk.copy(f"{home}/a/four", f"{home}/a/five")
     disk.sync(f"{home}/a/one")
+    disk.point(f"{home}/a/current", "b")
+    disk.point(f"{home}/a/previous", "none")
+    found += [disk.target(f"{home}/a/current"), disk.target(f"{home}/a/one"), disk.target(f"{home}/a/nothing")]
+    found += [disk.is_dir(f"{home}/a/current"), disk.is_file(f"{home}/a/previous"), disk.is_dir(f"{home}/a/previous")]
+    found += [disk.read(f"{home}/a/current/three"), sorted(each.name for each in disk.entries(f"{home}/a"))]
+    disk.point(f"{home}/a/current", "c")
+    errors((disk.read, f"{home}/a/current/three"), (disk.symlink, "c", f"{home}/a/current"))
+    disk.permit(f"{home}/a/one", 0o640)
+    disk.unlink(f"{home}/a/current")
+    disk.unlink(f"{home}/a/previous")
+    found += [disk.target(f"{home}/a/current"), disk.is_dir(f"{home}/a/c")]
     buffer = bytearray(4)
     found += [disk.read_into(f"{home}/a/one", buffer, 9), bytes(buffer)]
     found += [disk.read(f"{home}/a/{name}") for name in ("one", "two", "b/three", "four", "five")]
@@ -196,3 +208,31 @@ def test_a_bit_that_flips_is_flipped_for_good(platter: Platter) -> None:
     assert [sum(disk.read(f"/home/{name}")) for name in "ab"] == [0, 1]
     assert isinstance(platter.top.names["a"], File)
     assert not Platter("/home", Path()).rot(0.5)
+
+
+def test_a_link_leads_to_the_old_or_the_new_whenever_the_power_fails(tmp_path: Path) -> None:
+    """Also between the new link and its name, which is made beside it."""
+    seen = set()
+    for roll in ROLLS:
+        platter = Platter("/home", tmp_path / str(roll))
+        disk = SimDisk(platter)
+        for name in ("old", "new"):
+            disk.settle(f"/home/{name}")
+        disk.point("/home/current", "old")
+        with contextlib.suppress(Crash):
+            gate = _crash_at(roll % 5)
+            SimDisk(platter, gate).point("/home/current", "new")
+        platter.power_fails(random.Random(roll))
+        seen.add(SimDisk(platter).target("/home/current"))
+    assert seen == {"old", "new"}
+
+
+def _crash_at(call: int) -> Callable[[str, object], None]:
+    """A gate at which the process ends with so many calls before."""
+    left = iter(range(call))
+
+    def gate(what: str, where: object) -> None:
+        if next(left, None) is None:
+            raise Crash
+
+    return gate

@@ -1,0 +1,75 @@
+"""What an exported network says of itself in its file, and its inputs. Imports numpy, no engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedquilt import metrics
+from fedquilt.core import DataError, ModelError
+from fedquilt.data import inputs
+from fedquilt.edge_agent.engines import training
+from fedquilt.metrics import TaskKind
+
+
+class Exported(NamedTuple):
+    """Metadata of a network that `fedquilt export` wrote; of another's file all are None."""
+
+    input: Mapping[str, Any] | None  # its [input] table, of a stitched network
+    network: Mapping[str, Any] | None  # its table, of a trained one
+    labels: tuple[str, ...] | None  # names of its classes, of a stitched one
+
+    @property
+    def task(self) -> TaskKind | None:
+        """Kind of its predictions; None: it does not say."""
+        if self.network is not None:
+            return metrics.task_of(self.network)
+        return None if self.labels is None else "classes"
+
+    def prepared(self, x: np.ndarray) -> np.ndarray:
+        """Network inputs (n, ...) float32 of stored examples (n, ...), as in training.
+
+        Raises:
+            DataError: examples of another shape or type.
+        """
+        if self.input is not None:
+            return inputs.prepare(x, self.input)
+        return training.features(x, self.network or {})
+
+
+def read(facts: Mapping[str, str]) -> Exported:
+    """Read the metadata of a graph.
+
+    Raises:
+        ModelError: they are not as `fedquilt export` writes them.
+    """
+    tables = {name: _json(facts, name, dict) for name in ("input", "network")}
+    labels = _json(facts, "labels", list)
+    return Exported(tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)))
+
+
+def require_shape(made: np.ndarray, wanted: tuple[int | None, ...]) -> None:
+    """Check that prepared examples (n, ...) are what a graph takes; None: a size that the graph does not state.
+
+    Raises:
+        DataError: they are not; says both shapes.
+    """
+    given = made.shape[1:]
+    if len(given) != len(wanted) or any(size not in (None, own) for own, size in zip(given, wanted, strict=True)):
+        shape = ", ".join("any" if size is None else str(size) for size in wanted)
+        raise DataError(f"the network takes inputs of shape ({shape}), and the data here are of shape {given}")
+
+
+def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:
+    if name not in facts:
+        return None
+    try:
+        found = json.loads(facts[name])
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        raise ModelError(f"what its metadata say under {name!r} is not as `fedquilt export` writes it: export it again")
+    return found

@@ -1,0 +1,265 @@
+"""The process of a model's check: it runs within the board's budget, and answers with what was measured.
+
+    python -m fedquilt.edge_agent.releases.check PARENT
+
+takes `CheckOrder`s as JSON lines on stdin, as a task's process takes its orders. Everything about it can be lost at any
+moment: all that it leaves is a TensorRT engine beside the model, which is renamed once it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedquilt import metrics, plugins
+from fedquilt.core import Examples, FedquiltError, ModelError
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.engines import exported, objectives
+from fedquilt.edge_agent.engines.exported import Exported
+from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task import main as task
+from fedquilt.edge_agent.task.process import die_with
+from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
+
+AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
+WARM: Final = 3  # answers before the ones that are timed
+TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
+TENSORRT: Final = "model.engine"
+TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
+
+Say = Callable[[Event], None]
+
+
+class Loaded(NamedTuple):
+    """A model that can be run."""
+
+    engine: Any
+    path: Path
+    about: Exported
+    shape: tuple[int | None, ...]  # of one example, as the graph states it
+
+    def scores(self, x: np.ndarray) -> np.ndarray:
+        """Answers (n, outputs) to stored examples (n, ...).
+
+        Raises:
+            DataError, ModelError, MemoryBudgetError: it cannot take them, or its answers are of no use.
+        """
+        made = self.about.prepared(x)
+        exported.require_shape(made, self.shape)
+        return self.answers(made)
+
+    def answers(self, made: np.ndarray) -> np.ndarray:
+        """Answers to prepared examples."""
+        found: np.ndarray = self.engine.run(self.path, made)
+        if found.ndim != 2:
+            raise ModelError(f"it answers with an array of shape {found.shape[1:]} to each example, not with scores")
+        if not np.isfinite(found).all():
+            raise ModelError("it answers with numbers that are not finite")
+        return found
+
+
+def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load) -> Outcome:
+    """Check a model. Raises nothing.
+
+    Args:
+        order: what to check.
+        say: takes what has to be known before the end.
+        load: returns a device's examples by their spec, for training and held out.
+    """
+    began_s, told = time.perf_counter(), dict[str, float]()
+    try:
+        engine = engines.make(order.engine, order.budget_bytes)
+        held = _held(order, load)
+        budget.reset_peak(os.getpid())
+        notes = []
+        model = _loaded(engine, Path(order.model))
+        if held is None:
+            notes.append("accuracy was not measured: this device has no [data]")
+        else:
+            _require_classes(model, held, order)
+            told |= _accuracy(model, held, notes)
+        one = _example(model, held)
+        count = 0
+        if one is None:
+            notes.append("it was not run: its graph does not state the shape of its input")
+        else:
+            say(Progressed(TIMED))
+            told["latency_s"], count = _latency(model, one, order.timed_s)
+            say(Progressed(DONE))
+        peak = budget.peak_bytes(os.getpid())
+        if held is not None and order.before is not None and "accuracy" in told:
+            told |= _before(engine, Path(order.before), held, notes)
+        engine.close()
+        if order.trtexec is not None:
+            notes += _tensorrt(order, model, one)
+        return Outcome(
+            metrics=told,
+            note="; ".join(notes)[:1000],
+            examples=count,
+            wall_s=time.perf_counter() - began_s,
+            peak_bytes=peak,
+        )
+    except Exception as error:
+        return task.failed(error)
+
+
+def _held(order: CheckOrder, load: Any) -> Examples | None:
+    """The device's own held-out examples; None: it has no data."""
+    if not order.data:
+        return None
+    spec = msgspec.convert(order.data, DataSpec)
+    train, held = load(spec)
+    return held if len(held) else train
+
+
+def _loaded(engine: Any, path: Path) -> Loaded:
+    return Loaded(engine, path, exported.read(engine.facts(path)), engine.input_shape(path))
+
+
+def _require_classes(model: Loaded, held: Examples, order: CheckOrder) -> None:
+    """Refuse a model whose classes are not those of the data here.
+
+    Raises:
+        ModelError, DataError: says both sides.
+    """
+    spec = msgspec.convert(order.data, DataSpec)
+    own, theirs = spec.labels, model.about.labels
+    if own and theirs is not None and tuple(own) != theirs:
+        raise ModelError(f"its labels are {_some(theirs)}, and those of the data here are {_some(own)}")
+    if model.about.task not in (None, spec.task):
+        raise ModelError(f"it predicts {model.about.task}, and the data here are for {spec.task}")
+    outputs = model.scores(held.x[:1]).shape[1]
+    objectives.require_targets(held, outputs, spec.task)
+
+
+def _some(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
+
+
+def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, float]:
+    """Share of right answers to the held-out examples; {} where a share is no measure of the task."""
+    task = model.about.task or "classes"
+    if task == "regression":
+        notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
+        return {}
+    sums = objectives.Evaluation(task)
+    for first in range(0, len(held), AT_ONCE):
+        y = held.y[first : first + AT_ONCE]
+        scores = model.scores(held.x[first : first + AT_ONCE])
+        loss, _ = objectives.losses(task, scores, y)
+        sums.add(scores, y, float(loss.sum()))
+    found = metrics.main(sums.metrics())
+    assert found is not None
+    return {"accuracy": found[1], "examples": float(len(held))}
+
+
+def _before(engine: Any, path: Path, held: Examples, notes: list[str]) -> dict[str, float]:
+    """Accuracy of what runs now; {}: it is not to be had, which is no fault of the new one."""
+    try:
+        found = _accuracy(_loaded(engine, path), held, notes)
+    except (FedquiltError, OSError) as error:
+        notes.append(f"accuracy of what runs now was not measured: {error}")
+        return {}
+    return {"accuracy_before": found["accuracy"]} if "accuracy" in found else {}
+
+
+def _example(model: Loaded, held: Examples | None) -> np.ndarray | None:
+    """One prepared example: the device's own, or noise; None: of what shape is not known."""
+    if held is not None:
+        return model.about.prepared(held.x[:1])
+    shape = tuple(size for size in model.shape if size is not None)
+    if len(shape) < len(model.shape):
+        return None
+    return np.random.default_rng(0).random((1, *shape), np.float32)
+
+
+def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int]:
+    """Median seconds of one answer, and how many answers were timed, one after the other."""
+    for _ in range(WARM):
+        model.answers(one)
+    found: list[float] = []
+    end_s = time.perf_counter() + timed_s
+    while len(found) < TIMED_LEAST or (time.perf_counter() < end_s and len(found) < TIMED_MOST):
+        began_s = time.perf_counter()
+        model.answers(one)
+        found.append(time.perf_counter() - began_s)
+    return statistics.median(found), len(found)
+
+
+# -- TensorRT -------------------------------------------------------------------------------------
+
+
+def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[str]:
+    """Build an engine of TensorRT beside the model; what came of it, which is no matter for the check."""
+    assert order.trtexec is not None
+    made = model.path.with_name(TENSORRT)
+    part = made.with_name(f"{TENSORRT}.part")
+    command = [order.trtexec, f"--onnx={model.path}", f"--saveEngine={part}"]
+    if one is not None:
+        name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
+        sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
+        command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=order.trtexec_s,
+            preexec_fn=functools.partial(die_with, os.getpid()),
+        )
+        if done.returncode:
+            words = done.stdout.decode(errors="replace").strip().splitlines()
+            return [f"trtexec ended with code {done.returncode}: {words[-1][-200:] if words else 'it said nothing'}"]
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, made)
+    except subprocess.TimeoutExpired:
+        return [f"trtexec was ended after {order.trtexec_s:g} s, without an engine"]
+    except OSError as error:
+        return [f"trtexec built no engine: {error.strerror}"]
+    finally:
+        part.unlink(missing_ok=True)
+    return []
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Take orders until stdin ends."""
+    die_with(int(sys.argv[-1]))
+    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
+        Path("/proc/self/oom_score_adj").write_text("500")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def say(event: Event) -> None:
+        answers.write(msgspec.json.encode(event) + b"\n")
+        answers.flush()
+
+    with contextlib.suppress(BrokenPipeError):  # the agent is gone
+        for line in sys.stdin.buffer:
+            order = msgspec.json.decode(line, type=CheckOrder)
+            plugins.restrict(order.plugins)
+            say(carry_out(order, say))
+
+
+if __name__ == "__main__":
+    main()

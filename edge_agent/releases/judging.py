@@ -1,0 +1,61 @@
+"""Whether a model keeps to the limits of its release, by what its check has measured. Pure."""
+
+from __future__ import annotations
+
+from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.task.budget import megabytes
+from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.wire import Limits
+
+
+def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict:
+    """The end of a check.
+
+    Args:
+        limits: of the release.
+        outcome: of the check's process.
+        answers_j: joules of the board while the answers were timed; None: it has no meter.
+    """
+    if outcome.code != "ok":
+        return Verdict(f"its check failed: {outcome.reason}", {})
+    told = dict(outcome.metrics)
+    if answers_j is not None and outcome.examples:
+        told["energy_j"] = answers_j / outcome.examples
+    if outcome.peak_bytes is not None:
+        told["peak_bytes"] = float(outcome.peak_bytes)
+    if refused := exceeded(limits, told):
+        return Verdict(refused, told, outcome.note)
+    unknown = [
+        said
+        for limit, name, said in (
+            (limits.min_gain, "accuracy", ""),  # the check says so itself
+            (limits.max_energy_j, "energy_j", "joules were not measured: this device has no meter"),
+            (limits.max_peak_bytes, "peak_bytes", "its memory was not measured: the kernel does not tell it"),
+        )
+        if limit is not None and name not in told
+    ]
+    if limits.min_gain is not None and "accuracy" in told and "accuracy_before" not in told and not outcome.note:
+        unknown.append("its accuracy was compared with nothing: no model ran here before")
+    return Verdict("", told, "; ".join(filter(None, (outcome.note, *unknown))))
+
+
+def exceeded(limits: Limits, told: dict[str, float]) -> str:
+    """The limit that a model does not keep to, with both numbers; "": it keeps to all that were measured."""
+    accuracy, before = told.get("accuracy"), told.get("accuracy_before")
+    if limits.min_gain is not None and accuracy is not None and before is not None:
+        gain = accuracy - before
+        if gain < limits.min_gain - 1e-9:
+            return (
+                f"its accuracy is {accuracy:.1%} on this device's held-out examples, and {before:.1%} with what runs "
+                f"now: {100 * gain:+.1f} points, at least {100 * limits.min_gain:+.1f} are wanted"
+            )
+    latency_s, most_s = told.get("latency_s"), limits.max_latency_s
+    if most_s is not None and latency_s is not None and latency_s > most_s:
+        return f"an answer takes {1000 * latency_s:.1f} ms here, at most {1000 * most_s:.1f} are wanted"
+    energy_j, most_j = told.get("energy_j"), limits.max_energy_j
+    if most_j is not None and energy_j is not None and energy_j > most_j:
+        return f"an answer takes {energy_j:.3g} J here, at most {most_j:.3g} are wanted"
+    peak, most = told.get("peak_bytes"), limits.max_peak_bytes
+    if most is not None and peak is not None and peak > most:
+        return f"it takes {megabytes(int(peak))} of memory here, at most {megabytes(most)} are wanted"
+    return ""

@@ -1,0 +1,312 @@
+"""Releases of models: laid beside each other, checked in a process of their own, exchanged by a link.
+
+    <home>/models/<first 16 of its sha256>/model.onnx     and release.json: which release it is
+    <home>/models/current, previous                       links to such folders; "none" where nothing was before
+
+A link is exchanged by the rename of one that was made beside it, so whoever follows `current` finds the one or the
+other. Folders with other names are somebody else's, and are left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fedquilt import footprint, graph_check
+from fedquilt.core import UNDECODABLE, Count, Device, Digest, Label, ModelError, StoreError, Told
+from fedquilt.disk import REAL, Disk, doing
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.power.energy import Ledger
+from fedquilt.edge_agent.releases.hook import Hook
+from fedquilt.edge_agent.releases.judging import judged
+from fedquilt.edge_agent.releases.kind import Kind, Verdict
+from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
+from fedquilt.edge_agent.releases.served import Runner, Served
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task.protocol import Outcome, Progressed
+from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.wire import Release
+
+MODEL, RELEASE = "model.onnx", "release.json"
+CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
+CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
+METERED_S: Final = 3.0  # of answers one after the other on a board with a meter, for joules; else TIMED_S
+TIMED_S: Final = 1.0
+KILLED_MOST: Final = 2  # most restarts of a check whose process was killed from outside
+FAILED_SHARE, FAILED_LEAST = 0.1, 3  # of a runner's answers: a model with more failures does not hold up
+
+_NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
+_NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
+
+
+class Laid(Told, frozen=True):
+    """Content of release.json."""
+
+    model: Digest
+    rollout: Label
+    name: Label
+    serial: Count
+
+
+class Models(Kind):
+    """Models on one board.
+
+    Args:
+        settings: of the agent.
+        board: whose meter tells the joules of an answer.
+        worker: carries checks out, one at a time.
+        disk: where the models are.
+        examine: checks a graph's file before anything runs it.
+        clock: seconds that pass.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        board: Device,
+        worker: ChildWorker,
+        disk: Disk = REAL,
+        *,
+        examine: Callable[[Path], object] = graph_check.of_file,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder(settings)
+        self.runner = Runner(self.folder, disk, clock)
+        self._settings, self._board, self._worker, self._disk = settings, board, worker, disk
+        self._examine, self._clock = examine, clock
+        self._shared = settings.models.folder is not None
+        self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
+        self._known: dict[str, str] = {}  # folder -> the model (sha256) in it
+        self._check: tuple[Release, float] | None = None  # that goes on, and until when
+        self._killed = 0
+        self._outcome: Outcome | None = None
+        self._ledger: Ledger | None = None  # of the answers that are timed
+        self._answers_j: float | None = None
+        self._first: Served | None = None  # what the runner said first of what is in use
+
+    # -- what is in use --
+
+    def current(self) -> str:
+        """See `Kind`."""
+        name = self._disk.target(self.folder / CURRENT)
+        return "" if name is None else self._model(name)
+
+    def _model(self, name: str) -> str:
+        """The model (sha256) in a folder; "": there is none."""
+        if name not in self._known:
+            try:
+                payload = self._disk.read(self.folder / name / RELEASE)
+                self._known[name] = msgspec.json.decode(payload, type=Laid).model
+            except (OSError, *UNDECODABLE):
+                return ""
+        return self._known[name]
+
+    # -- stage --
+
+    def stage(self, release: Release, blob: Path | None) -> None:
+        """See `Kind`."""
+        assert blob is not None
+        assert release.blob is not None
+        name, disk = release.blob.sha256[:16], self._disk
+        part, whole = self.folder / f"{name}.part", self.folder / name
+        if name == disk.target(self.folder / PREVIOUS) and self._model(name) == release.blob.sha256:
+            return  # it ran here before
+        with doing(f"lay the model {release.name} into {self.folder}", "free some space"):
+            if not disk.is_dir(self.folder):
+                disk.settle(self.folder)
+                if self._shared:
+                    disk.permit(self.folder, 0o750)
+            for left in (part, whole):
+                disk.remove(left)
+            disk.make(part)
+            self._lay(blob, part / MODEL)
+            laid = Laid(model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial)
+            disk.write(part / RELEASE, msgspec.json.encode(laid))
+            for file in (MODEL, RELEASE):
+                disk.sync(part / file)
+        try:
+            self._examine(part / MODEL)
+        except ModelError as error:
+            raise ModelError(f"the model cannot be run: {error}") from None
+        with doing(f"lay the model {release.name} into {self.folder}", "free some space"):
+            if self._shared:
+                for path, mode in ((part / MODEL, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
+                    disk.permit(path, mode)
+            disk.sync(part)
+            disk.replace(part, whole)
+            disk.sync(self.folder)
+        self._known.pop(name, None)
+
+    def _lay(self, blob: Path, target: Path) -> None:
+        """Link a blob's file, or copy it where it cannot be linked, or may not as others are to read it."""
+        if not self._shared:
+            try:
+                return self._disk.link(blob, target)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+        self._disk.copy(blob, target)
+
+    # -- check --
+
+    def need_bytes(self, release: Release) -> int:
+        """See `Kind`."""
+        size = 0 if release.blob is None else release.blob.size
+        return footprint.need_bytes("onnx", 2 * size)
+
+    def begin_check(self, release: Release) -> None:
+        """See `Kind`."""
+        if "onnx" not in engines.available():
+            raise ModelError("models cannot be checked here: install onnxruntime (pip install 'fedquilt[onnx]')")
+        now_s = self._clock()
+        building_s = self._settings.models.tensorrt_s if _trtexec() else 0.0
+        self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
+        self._start(release, now_s)
+
+    def _start(self, release: Release, now_s: float) -> None:
+        assert release.blob is not None
+        before = self._disk.target(self.folder / CURRENT)
+        self._outcome = self._ledger = self._answers_j = None
+        order = CheckOrder(
+            model=str(self.folder / release.blob.sha256[:16] / MODEL),
+            before=None if before is None or not self._model(before) else str(self.folder / before / MODEL),
+            budget_bytes=self._settings.budget_bytes(self._board.memory_bytes),
+            data=self._settings.data,
+            plugins=self._settings.plugins,
+            timed_s=METERED_S if _metered(self._board, now_s) else TIMED_S,
+            trtexec=_trtexec() if self._settings.models.tensorrt_s else None,
+            trtexec_s=self._settings.models.tensorrt_s,
+        )
+        self._worker.start(order, now_s)
+
+    def checked(self) -> Verdict | None:
+        """See `Kind`."""
+        if self._check is None:
+            return Verdict("its check was not begun", {})
+        (release, end_s), now_s = self._check, self._clock()
+        if self._ledger is not None:
+            self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
+        for event in self._worker.poll(now_s):
+            match event:
+                case Progressed(fraction) if fraction == TIMED:
+                    self._ledger = Ledger(now_s).seen(now_s, self._board.read(now_s))
+                case Progressed(fraction) if fraction == DONE and self._ledger is not None:
+                    ledger = self._ledger.seen(now_s, self._board.read(now_s))
+                    self._answers_j, self._ledger = ledger.cost(now_s, None).energy_j, None
+                case Outcome(killed=True) if self._killed < KILLED_MOST:
+                    self._killed += 1
+                    self._start(release, now_s)
+                case Outcome():
+                    self._end_check()
+                    return judged(release.limits, event, self._answers_j)
+        if now_s > end_s:
+            self._end_check()
+            return Verdict("its check did not come to an end: it was ended", {})
+        return None
+
+    def _end_check(self) -> None:
+        self._check = None
+        self._worker.close()
+
+    def fds(self) -> Sequence[int]:
+        """See `Kind`."""
+        return self._worker.fds()
+
+    # -- exchange --
+
+    def swap(self, release: Release) -> None:
+        """See `Kind`."""
+        assert release.blob is not None
+        name, now = release.blob.sha256[:16], self._disk.target(self.folder / CURRENT)
+        if now != name:
+            if not self._disk.is_file(self.folder / name / MODEL):
+                raise StoreError(f"the model is gone from {self.folder / name}: deploy it again")
+            with doing(f"exchange the model in {self.folder}", "free some space"):
+                self._disk.point(self.folder / PREVIOUS, NOTHING if now is None else now)
+                self._disk.point(self.folder / CURRENT, name)
+        self._exchanged()
+
+    def back(self) -> bool:
+        """See `Kind`."""
+        previous = self._disk.target(self.folder / PREVIOUS)
+        if previous is None or (previous != NOTHING and not self._disk.is_file(self.folder / previous / MODEL)):
+            return False
+        with doing(f"return to the model before in {self.folder}", "free some space"):
+            if previous == NOTHING:
+                self._disk.unlink(self.folder / CURRENT)
+                self._disk.sync(self.folder)
+            elif previous != self._disk.target(self.folder / CURRENT):
+                self._disk.point(self.folder / CURRENT, previous)
+        self._exchanged()
+        return True
+
+    def _exchanged(self) -> None:
+        """Run the owner's hook, and watch the runner from now on."""
+        self._first = None
+        environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
+        self._hook.start(environment)
+
+    def settled(self) -> bool:
+        """See `Kind`."""
+        return not self._hook.runs
+
+    def ill(self) -> str:
+        """See `Kind`."""
+        if failed := self._hook.failed:
+            return failed
+        name = self._disk.target(self.folder / CURRENT)
+        if name is not None and not self._disk.is_file(self.folder / name / MODEL):
+            return f"its file is gone from {self.folder / name}"
+        return self._runner_fails()
+
+    def _runner_fails(self) -> str:
+        """Why the runner does not get on with the model in use; "": it does, or there is none."""
+        told = self.runner.look()
+        if told is None:
+            return "" if self._first is None else "the model runner has fallen silent with it"
+        if told.model != self.current():
+            return ""  # it has not taken it up yet
+        first = self._first
+        if first is None or told.served < first.served or told.failed < first.failed:  # it has started anew
+            self._first = first = told if first is None else Served(model=told.model)
+        failed, served = told.failed - first.failed, told.served - first.served
+        if failed < FAILED_LEAST or failed <= FAILED_SHARE * (failed + served):
+            return ""
+        return f"the model runner failed {failed} of {failed + served} times with it"
+
+    def drop(self) -> None:
+        """See `Kind`."""
+        if self._check is not None:
+            self._end_check()
+        if not self._disk.is_dir(self.folder):
+            return
+        with doing(f"delete old models in {self.folder}"):
+            used = {link: self._disk.target(self.folder / link) for link in (CURRENT, PREVIOUS)}
+            if used[PREVIOUS] is not None and used[PREVIOUS] == (used[CURRENT] or NOTHING):
+                self._disk.unlink(self.folder / PREVIOUS)  # there is nothing before it to return to
+            for entry in self._disk.entries(self.folder):
+                if entry.is_dir and _NAME.match(entry.name) and entry.name not in used.values():
+                    self._disk.remove(self.folder / entry.name)
+                    self._known.pop(entry.name, None)
+
+
+def folder(settings: AgentSettings) -> Path:
+    """The folder of a board's models."""
+    return Path(settings.models.folder or Path(settings.home) / "models").absolute()
+
+
+def _trtexec() -> str | None:
+    """TensorRT's own program, where it is installed."""
+    return shutil.which("trtexec")
+
+
+def _metered(board: Device, now_s: float) -> bool:
+    reading = board.read(now_s)
+    return reading.energy_j is not None or reading.power_w is not None

@@ -1,0 +1,180 @@
+"""The check of a model on a board's own data: what is measured, and what is refused by name."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from linear_models import board_data, network
+
+from fedquilt.edge_agent.releases import check
+from fedquilt.edge_agent.releases.judging import judged
+from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
+from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
+from fedquilt.wire import Limits
+
+Laid = Callable[..., str]
+
+
+@pytest.fixture
+def laid(tmp_path: Path) -> Laid:
+    """Writes a model's file into a folder of its own, as a release is laid; returns its path."""
+
+    def lay(name: str, payload: bytes) -> str:
+        path = tmp_path / name / "model.onnx"
+        path.parent.mkdir()
+        path.write_bytes(payload)
+        return str(path)
+
+    return lay
+
+
+def order(model: str, before: str | None = None, **changes: object) -> CheckOrder:
+    given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
+    return CheckOrder(model=model, before=before, **given)
+
+
+def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
+    """On the held-out share: the network whose classes are turned is right for those that are not."""
+    events: list[Event] = []
+    found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5))), events.append)
+    assert (found.code, found.reason) == ("ok", "")
+    told = found.metrics
+    assert told["accuracy"] > 0.85
+    assert told["accuracy_before"] == pytest.approx(told["accuracy"] / 2, abs=0.15)
+    assert told["examples"] == 27  # a fifth of a tenth of 1347
+    assert 0 < told["latency_s"] < 1
+    assert found.examples >= 5
+    assert found.peak_bytes is not None
+    assert found.peak_bytes > 10_000_000
+    assert events == [Progressed(TIMED), Progressed(DONE)]
+
+
+@pytest.mark.parametrize(
+    ("made", "data", "said"),
+    [
+        ({"size": 28}, {}, ""),  # an image is resized to what the network takes
+        ({"size": 28, "facts": False}, {}, "takes inputs of shape (1, 28, 28), and the data here are of shape"),
+        ({"labels": ("0", "1", "2")}, {}, "the network predicts 3 classes"),
+        ({}, {"path": "nowhere.npz"}, "nowhere.npz"),
+    ],
+)
+def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data: dict, said: str) -> None:
+    """Another input, other classes; and data that are not there."""
+    found = check.carry_out(order(laid("new", network(**made)), data=board_data(**data)))
+    assert said in found.reason
+    assert (found.code == "ok") is (said == "")
+    if said:
+        assert judged(Limits(), found, None).refused.startswith("its check failed: ")
+
+
+def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
+    """Of a table, whose classes have names."""
+    (tmp_path / "own.csv").write_text("a,b,y\n" + "1,2,day\n2,3,night\n" * 4)
+    found = check.carry_out(
+        order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
+    )
+    assert found.code == "model"
+    assert "its labels are 0, 1, 2, 3, 4, 5 and 4 more, and those of the data here are day, night" in found.reason
+
+
+def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
+    """A board that serves and has no labelled examples."""
+    found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5)), data={}))
+    assert found.metrics.keys() == {"latency_s"}
+    verdict = judged(Limits(min_gain=-0.01), found, None)
+    assert verdict.refused == ""
+    assert verdict.note == "accuracy was not measured: this device has no [data]"
+
+
+@pytest.mark.parametrize("payload", [b"", b"no graph", network()[:-100]])
+def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> None:
+    found = check.carry_out(order(laid("new", payload)))
+    assert (found.code, found.metrics) == ("model", {})
+    assert "cannot be run" in found.reason
+
+
+def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
+    """Before anything is loaded."""
+    found = check.carry_out(order(laid("new", network()), budget_bytes=60_000_000))
+    assert found.code == "memory"
+    assert "raise it" in found.reason
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+MEASURED = Outcome(
+    metrics={"accuracy": 0.80, "accuracy_before": 0.85, "latency_s": 0.020}, examples=100, peak_bytes=200_000_000
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "refused"),
+    [
+        (Limits(), ""),
+        (Limits(min_gain=-0.05, max_latency_s=0.020, max_energy_j=0.5, max_peak_bytes=200_000_000), ""),
+        (Limits(min_gain=-0.005), "its accuracy is 80.0% on this device's held-out examples, and 85.0% with what runs"),
+        (Limits(max_latency_s=0.0199), "an answer takes 20.0 ms here, at most 19.9 are wanted"),
+        (Limits(max_energy_j=0.4), "an answer takes 0.5 J here, at most 0.4 are wanted"),
+        (Limits(max_peak_bytes=199_000_000), "it takes 200 MB of memory here, at most 199 MB are wanted"),
+    ],
+)
+def test_limits_decide_with_a_sentence(limits: Limits, refused: str) -> None:
+    """50 J while a hundred answers were timed."""
+    verdict = judged(limits, MEASURED, answers_j=50.0)
+    assert verdict.refused.startswith(refused)
+    assert bool(verdict.refused) is bool(refused)
+    assert verdict.metrics["energy_j"] == 0.5
+
+
+def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
+    """A board without a meter, whose first model it is."""
+    outcome = Outcome(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
+    note = judged(Limits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
+    assert note == (
+        "joules were not measured: this device has no meter; "
+        "its accuracy was compared with nothing: no model ran here before"
+    )
+
+
+# -- TensorRT -------------------------------------------------------------------------------------
+
+
+def trtexec(folder: Path, body: str) -> str:
+    """A program in place of NVIDIA's."""
+    path = folder / "trtexec"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None:
+    """With the sizes that its first axis may have; a part of it never has its name."""
+    body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
+    model = laid("new", network())
+    found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
+    assert (found.code, found.note) == ("ok", "")
+    built = Path(model).with_name("model.engine").read_text()
+    assert f"--onnx={model}" in built
+    assert "--minShapes=x:1x1x8x8 --optShapes=x:1x1x8x8 --maxShapes=x:16x1x8x8" in built
+    assert sorted(path.name for path in Path(model).parent.iterdir()) == ["model.engine", "model.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("body", "limit_s", "note"),
+    [
+        ("echo no device; exit 3", 60.0, "trtexec ended with code 3: no device"),
+        ("exec sleep 1000", 0.2, "trtexec was ended after 0.2 s, without an engine"),
+        ("exit 0", 60.0, "trtexec built no engine: No such file or directory"),
+    ],
+)
+def test_a_failure_of_tensorrt_is_told_and_harmless(
+    laid: Laid, tmp_path: Path, body: str, limit_s: float, note: str
+) -> None:
+    """The model is served by ONNX Runtime then."""
+    model = laid("new", network())
+    found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
+    assert (found.code, found.note) == ("ok", note)
+    assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]
