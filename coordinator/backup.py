@@ -26,6 +26,7 @@ import msgspec
 
 from fedquilt import __version__
 from fedquilt.coordinator import limits
+from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.store import UNENDED, Row, Store
 from fedquilt.coordinator.store_rows import Rows, storing
 from fedquilt.core import UNDECODABLE, JobError, StoreError
@@ -131,7 +132,10 @@ def _snapshot(store: Store, target: Path) -> set[str]:
         rows = Rows(copy, store.home)
         if unsound := rows.unsound():
             raise rows.damaged(unsound[0], "its rows are not what was written")
-        return {sha256 for _, sha256 in (*rows.states(""), *rows.updates(""))}
+        rollouts = RolloutLog(copy, rows, store.home, rows.together)
+        for reason in rollouts.unreadable().values():
+            raise StoreError(reason)
+        return rows.held("") | rollouts.blobs()
 
 
 def _boards(store: Store) -> list[Path]:

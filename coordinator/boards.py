@@ -43,6 +43,18 @@ class Refusal(msgspec.Struct, frozen=True):
     round: int = 0
 
 
+class Runs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a board runs of one kind of release, and how far it is with the latest one."""
+
+    kind: wire.Kind
+    phase: str
+    name: str = ""  # of what it runs now, as people call it; "": what it was flashed with
+    current: str = ""  # blob (sha256) that it runs now
+    rollout: str = ""  # the latest release's
+    reason: str = ""
+    at: float = 0.0  # when it said so first
+
+
 class Board(msgspec.Struct, frozen=True, omit_defaults=True):
     """One board, but for its sensors' readings."""
 
@@ -62,6 +74,7 @@ class Board(msgspec.Struct, frozen=True, omit_defaults=True):
     refusal: Refusal | None = None
     skew_s: float | None = None  # its clock, less ours
     skew_at: float = 0.0
+    runs: tuple[Runs, ...] = ()  # by kind
 
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,6 +111,8 @@ def heard(board: Board, message: Wired, at: float) -> Board:
             return replace(board, seen=at, doing=doing)
         case Update() if board.doing is not None and _same(board.doing, message.job, message.round):
             return replace(board, seen=at, doing=replace(board.doing, step="sending", fraction=None))
+        case wire.Installed():
+            return replace(board, seen=at, runs=_runs(board.runs, message, at))
         case Telemetry():
             return _clock(replace(board, seen=at, mode=message.mode), message.clock_s, at)
     return replace(board, seen=at)
@@ -136,6 +151,16 @@ def joined(before: Reading | None, count: int, told: Telemetry, at: int) -> Read
 def _of(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     """What two values come to, of which one may be unknown."""
     return b if a is None else a if b is None else choose(a, b)
+
+
+def _runs(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[Runs, ...]:
+    """What a board runs, after it has said so of one kind."""
+    new = Runs(message.kind, message.phase, message.name, message.current, message.rollout, message.reason, at)
+    before = next((each for each in known if each.kind == message.kind), None)
+    if before is not None and replace(before, at=at) == new:
+        return known  # told again after each connecting
+    others = (each for each in known if each.kind != message.kind)
+    return tuple(sorted((*others, new), key=lambda each: each.kind))
 
 
 def _presence(board: Board, message: wire.Presence, at: float) -> Board:

@@ -72,6 +72,15 @@ class Executor(Protocol):
         """Send a device the result of its update."""
         ...
 
+    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
+        """Give a device what it shall run, for the first time or again, and let it fetch the blob; None: nothing.
+
+        Raises:
+            JobError, WireError: it cannot be sent, or devices of this kind run no releases.
+            LinkError: it is larger than the broker accepts.
+        """
+        ...
+
     def renew(self, epoch: int) -> None:
         """Go on as another start of the coordinator: devices take its tasks for rounds that they have counted."""
         ...
@@ -183,6 +192,15 @@ class OverLink:
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Publish the acknowledgement to the device."""
         self._publish(self._topics.device(device, "dn", "ack"), msgspec.structs.replace(ack, epoch=self._epoch))
+
+    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
+        """Publish the release as a retained message, or clear it."""
+        payload = b"" if release is None else wire.encode(release)
+        if release is not None and self._issues.release(device, release):
+            self._gate.took(device, -ROUND_S)
+        elif release is None:
+            self._issues.recall(device, kind)
+        self._link.publish(self._topics.device(device, "dn", kind), payload, retain=True)
 
     def renew(self, epoch: int) -> None:
         """Publish that the coordinator is online, with this epoch, which its tasks have from now on."""

@@ -1,14 +1,16 @@
-"""Open tasks: sent, sent again while unclaimed, withdrawn. No decisions, no log."""
+"""Open tasks: sent, sent again while unclaimed, withdrawn; and which blobs a device may fetch. No decisions, no log."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final, get_args
 
 from fedquilt import wire
 from fedquilt.core import Task
 from fedquilt.transport.link import Link
 
+KINDS: Final[tuple[wire.Kind, ...]] = get_args(wire.Kind)
 REISSUE_S = 5.0  # an unclaimed task is sent again after this time, then ever more rarely
 REISSUE_MOST_S = 60.0
 
@@ -33,6 +35,7 @@ class Issues:
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
         self._open: dict[str, Issue] = {}
+        self._released: dict[tuple[str, wire.Kind], wire.Release] = {}  # by device
 
     def __contains__(self, device: str) -> bool:
         return device in self._open
@@ -66,6 +69,19 @@ class Issues:
         """Time of the next repetition; infinite without open tasks."""
         return min((issue.due_s for issue in self._open.values()), default=math.inf)
 
+    def release(self, device: str, release: wire.Release) -> bool:
+        """Note what a device shall run, and may fetch; whether it is another release than the one before."""
+        before = self._released.get((device, release.kind))
+        self._released[device, release.kind] = release
+        return before != release
+
+    def recall(self, device: str, kind: wire.Kind) -> None:
+        """Note that a device is not sent a release of this kind any more."""
+        self._released.pop((device, kind), None)
+
     def may_have(self, device: str, sha256: str) -> bool:
-        """Whether a blob is part of the device's open task."""
-        return device in self._open and sha256 in self._open[device].blobs
+        """Whether a blob is part of the device's open task, or of a release that it was sent."""
+        if device in self._open and sha256 in self._open[device].blobs:
+            return True
+        released = (self._released.get((device, kind)) for kind in KINDS)
+        return any(each is not None and each.blob is not None and each.blob.sha256 == sha256 for each in released)

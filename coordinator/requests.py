@@ -1,8 +1,11 @@
-"""Requests of people to a coordinator about a run: to stop it, and to go on with it."""
+"""Requests of people to a coordinator: to stop a run or go on with it, to begin a rollout, end it or take it back."""
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from fedquilt.coordinator.facts import Ended
+from fedquilt.coordinator.rollouts import Plan
 from fedquilt.coordinator.store import UNENDED, Row, Store
 from fedquilt.core import JobError
 
@@ -40,3 +43,63 @@ def resume(store: Store, run: str) -> Row:
         raise JobError(f"{row.id} is a simulation's: `fedquilt.simulate` with this job and home goes on with it")
     store.set_status(row.id, "running")
     return row
+
+
+def deploy(store: Store, plan: Plan, payload: bytes | None) -> str:
+    """Queue a rollout of a blob with these bytes, or of none; returns its id.
+
+    Raises:
+        JobError: it cannot be carried out, or one of its kind is under way.
+        StoreError: the home cannot be written.
+    """
+    plan.require()
+    if payload is None:
+        return store.rollouts.add(plan)
+    ref = store.depot.put(payload)
+    id = store.rollouts.add(replace(plan, blob=ref))
+    store.depot.put(payload, ref)  # again if a coordinator has cleared up before the rollout was there
+    return id
+
+
+def abort(store: Store, rollout: str = "") -> str:
+    """End a rollout that is under way: boards that have it return; says what comes of it.
+
+    Raises:
+        JobError: it has ended.
+        StoreError: there is no such rollout, or the home cannot be written.
+    """
+    kept = store.rollouts.find(rollout)
+    if (status := kept.state.status) not in ("queued", "running"):
+        mend = f"; `fedquilt deploy --rollback {kept.state.id}` takes it back" if status == "done" else ""
+        raise JobError(f"{kept.state.id} is {status}{mend}")
+    store.rollouts.wish(kept.state.id, "abort")
+    return f"{kept.state.id} of {kept.state.plan.name} is ended {_when(store)}: boards that have it return"
+
+
+def roll_back(store: Store, rollout: str = "") -> str:
+    """Take a rollout back that is done; says what comes of it.
+
+    Raises:
+        JobError: it is not done, has been taken back already, or boards have a later one.
+        StoreError: there is no such rollout, or the home cannot be written.
+    """
+    kept = store.rollouts.find(rollout)
+    state = kept.state
+    if state.status != "done":
+        mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.status in ("queued", "running") else ""
+        raise JobError(f"{state.id} is {state.status}{mend}")
+    known = [each.state for each in store.rollouts.all()]
+    for later in known[known.index(state) + 1 :]:
+        if later.plan.kind == state.plan.kind and not later.over and not later.offered.keys().isdisjoint(state.offered):
+            raise JobError(
+                f"boards have {later.id} of {later.plan.name} since: take that back first, or deploy anew what they "
+                f"ran before {state.id}"
+            )
+    store.rollouts.wish(state.id, "roll back")
+    return f"{state.id} of {state.plan.name} is taken back {_when(store)}: boards return to what they ran before"
+
+
+def _when(store: Store) -> str:
+    if store.served():
+        return "at the coordinator's next look at its store (within a second or so)"
+    return f"as soon as a coordinator serves {store.home}"

@@ -21,6 +21,7 @@ from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
@@ -41,6 +42,7 @@ class Server:
         load: finds a method by its name.
         limits: on how many jobs run at once, and how long ended ones are kept.
         poll_s: interval at which the store is asked for new, stopped and resumed jobs.
+        tell: `tell(rollout, fact)` is called with each new fact of a rollout; `only` a job has none carried out.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Server:
         load: Callable[[str], Method] = methods.load,
         poll_s: float = POLL_S,
         limits: Limits = Limits(),
+        tell: Tell = lambda rollout, fact: None,
     ) -> None:
         self.finished = False
         self._desk = Desk(executor, store, observe)
@@ -62,6 +65,7 @@ class Server:
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
         self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
+        self._rollouts = Rolling(executor, store, self.registry, poll_s, tell) if only is None else None
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
@@ -101,6 +105,7 @@ class Server:
         desk.later = None
         for serving, action in later:
             serving.do(action, now_s)
+        rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance(now_s)
         for job in desk.news.values():  # once a step: a step may bring hundreds of facts
             self._executor.tell(job)
@@ -108,7 +113,7 @@ class Server:
         if committed:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
         deadline_s = min((serving.next_s() for serving in self._jobs.values()), default=math.inf)
-        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s)
+        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s, rollouts_s)
 
     def goodbye(self) -> None:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
@@ -121,15 +126,21 @@ class Server:
         for serving in self._jobs.values():
             serving.issue_all(now_s)
             serving.tell()
+        if self._rollouts is not None:
+            self._rollouts.say_all_again(now_s)
 
     def _said(self, device: str, message: Wired, now_s: float) -> None:
         match message:
             case wire.Presence():
                 if self.registry.presence(device, message, now_s):
                     self._happened(admission.Appeared(device), now_s)
+                    if self._rollouts is not None:
+                        self._rollouts.appeared(device, now_s)
             case Profile():
                 self.registry.profile(device, message)
                 self._desk.available(device, now_s)
+            case wire.Installed() if self._rollouts is not None:
+                self._rollouts.heard(device, message)
             case wire.Claim():
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.claimed(device, message, now_s)

@@ -1,6 +1,6 @@
 """Durable state of the coordinator: jobs and their facts in SQLite, tensors in a depot, under one folder.
 
-HOME/fedquilt.db    jobs, facts (write-ahead log, synchronous: a fact is on disk before it is acted on)
+HOME/fedquilt.db    jobs, rollouts, facts (write-ahead log, synchronous: a fact is on disk before it is acted on)
 HOME/blobs/         states, updates and bundles by sha256
 HOME/lock           held while a coordinator runs here
 
@@ -25,6 +25,7 @@ import msgspec
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
+from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing, user
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
@@ -98,6 +99,7 @@ class Store:
             except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
         self.depot = Depot(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
@@ -127,11 +129,7 @@ class Store:
         return self._lock is not None or served(self.home, self._disk)
 
     def next_epoch(self, above: int = 0) -> int:
-        """Number of this start of a coordinator here, from 1.
-
-        Args:
-            above: it is greater than this one too, which a device knows.
-        """
+        """Number of this start of a coordinator here, from 1, and greater than `above`, which a device knows."""
         with self._writing():
             epoch = 1 + max(self._epoch(), above)
             self._rows.count("epoch", epoch)
@@ -172,8 +170,8 @@ class Store:
     def add(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "") -> str:
         """Queue a job; its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs.
 
-        The random digits separate runs begun in the same second by coordinators with homes of their own. A caller may
-        give an `id` of its own, which no other run has, where everything has to be repeated exactly.
+        The random digits separate runs begun in the same second in several homes. A caller may give an `id` of its
+        own, which no other run has, where everything has to be repeated exactly.
         """
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
@@ -279,9 +277,9 @@ class Store:
             self._rows.change(id, status=status)
 
     def unsound(self) -> list[str]:
-        """Ids of runs whose rows are damaged: while there are any, blobs that seem to be of no use may be theirs."""
+        """Ids of runs and rollouts whose rows are damaged: blobs that seem to be of no use may be theirs."""
         with storing(self.home):
-            return self._rows.unsound()
+            return [*self._rows.unsound(), *self.rollouts.unreadable()]
 
     def states(self, but: str = "") -> set[str]:
         """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
@@ -289,13 +287,12 @@ class Store:
             return {str(sha256) for _, sha256 in self._rows.states(but)}
 
     def held(self, but: str = "") -> set[str]:
-        """Blobs that some job may still need: the latest states, and updates that no state contains yet.
+        """Blobs that somebody may still need: latest states, updates that none contains yet, and what rollouts bring.
 
-        Args:
-            but: a job to leave out, because its process knows its blobs without reading all its facts.
+        `but`: a job to leave out, because its process knows its blobs without reading all its facts.
         """
         with storing(self.home):
-            return {str(sha256) for _, sha256 in (*self._rows.states(but), *self._rows.updates(but))}
+            return self._rows.held(but) | self.rollouts.blobs()
 
     def weights(self) -> dict[str, tuple[int, set[str]]]:
         """Job -> bytes of its log, and the blobs (sha256) of `held` that it needs."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables
+from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.store_rows import Identity, Rows, readable, storing
 from fedquilt.core import StoreError
@@ -74,5 +75,6 @@ class Reader(Store):
                 f"{home} has tables of version {found}, and this fedquilt reads {store_tables.VERSION}: "
                 f"`fedquilt ls --home {home}` brings earlier ones up to date; for later ones install that version"
             )
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
         self.depot = Depot(home / "blobs", make=False)
         self._lock, self._waiting = None, None

@@ -117,15 +117,16 @@ class Stored(NamedTuple):
     @property
     def sum(self) -> bytes:
         """Checksum of the row; one without a submitter has that of version 2."""
-        return _sum(*(self if self.submitter else self[:-1]))
+        return checksum(*(self if self.submitter else self[:-1]))
 
 
 def link(before: bytes, job: str, at: float, body: str) -> bytes:
     """Checksum of a fact that follows one with the checksum `before`."""
-    return _sum(before, job, at, body)
+    return checksum(before, job, at, body)
 
 
-def _sum(*values: str | float | bytes) -> bytes:
+def checksum(*values: str | float | bytes) -> bytes:
+    """Checksum of a row's values."""
     return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
 
 
@@ -213,11 +214,11 @@ class Rows:
         found = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
         if found is None:
             return 0
-        return int(found[0]) if found[1] == _sum(name, found[0]) else None
+        return int(found[0]) if found[1] == checksum(name, found[0]) else None
 
     def count(self, name: str, value: int) -> None:
         """Set a counter."""
-        self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, _sum(name, value)))
+        self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, checksum(name, value)))
 
     # -- facts --
 
@@ -298,6 +299,10 @@ class Rows:
             where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
         """
         return self._db.execute(query, {"but": but}).fetchall()
+
+    def held(self, but: str) -> set[str]:
+        """What `states` and `updates` name, without the jobs."""
+        return {str(sha256) for _, sha256 in (*self.states(but), *self.updates(but))}
 
     def weights(self) -> dict[str, tuple[int, set[str]]]:
         """Job -> bytes of its facts, and what `states` and `updates` name of it."""

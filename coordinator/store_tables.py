@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+from fedquilt.coordinator import rollout_log
 from fedquilt.coordinator.store_rows import FIRST, Rows, Stored, link
 from fedquilt.core import StoreError
 
-VERSION = 3  # of the tables
+VERSION = 4  # of the tables
 CHECK_S: Final = 1.0  # that a look at the whole database may take when it is opened
 
 _SCHEMA = """
@@ -55,7 +56,7 @@ def bring_up_to_date(db: sqlite3.Connection, home: Path) -> None:
         )
     if found == VERSION:
         return
-    db.executescript(_SCHEMA)
+    db.executescript(_SCHEMA + rollout_log.SCHEMA)  # version 4 has rollouts
     with Rows(db, home).together():
         for table, columns in _ADDED.items():
             there = {row[1] for row in db.execute(f"pragma table_info({table})")}

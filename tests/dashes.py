@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedquilt import wire
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
 from fedquilt.coordinator.boards_store import BoardStore
@@ -25,6 +26,7 @@ from fedquilt.coordinator.facts import (
     Started,
     Surveyed,
 )
+from fedquilt.coordinator.rollouts import Aborted, Begun, Heard, Offered, Passed, Plan
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Update, Usage
 
@@ -199,3 +201,18 @@ class Dashboard:
         """Ask for something to be done with a run."""
         status, _, body = self.ask(f"/api/runs/{run}/{what}", "POST", **headers)
         return status, dict(json.loads(body))
+
+
+def add_rollout(home: Path, devices: list[str], name: str = "digits-20261123-041500-1a2b3c", bad: bool = False) -> str:
+    """A rollout to boards, of which the canary has committed it, or refused it so that it was aborted; its id."""
+    canary, rest = devices[:2], devices[2:6]
+    phase = "refused" if bad else "committed"
+    why = "its accuracy is 3 points less than that of what runs now" if bad else ""
+    measured = {"accuracy": 0.91, "accuracy_before": 0.94, "latency_s": 0.0123}
+    with Store(home, durable=False) as store:
+        id = store.rollouts.add(Plan("model", name, limits=wire.Limits(max_latency_s=0.04)))
+        found: list[Any] = [Begun(7), Offered(0, tuple(canary))]
+        found += [Heard(device, 7, phase, why, measured) for device in canary]  # type: ignore[arg-type]
+        found += [Aborted("2 of 2 boards failed", 8)] if bad else [Passed(0), Offered(1, tuple(rest))]
+        store.rollouts.append([(id, fact) for fact in found])
+    return id

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import columns, labels, units
-from fedquilt.coordinator.boards import Board, Doing, Reading
+from fedquilt.coordinator.boards import Board, Doing, Reading, Runs
 from fedquilt.coordinator.boards_store import BoardStore
 
 STATES: Final = ("online", "offline", "working", "idle", "refused")  # what --state takes
@@ -86,6 +86,8 @@ def lines(devices: Sequence[Device], now: float, *, served: bool = True, wide: i
     told += ["", _cut(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
         told += [_cut(line, wide), _cut(f"  {_about(device.board, now)}", wide)]
+        for runs in device.board.runs:
+            told.append(_cut(f"  {_runs(runs, now)}", wide))
         if (refusal := device.board.refusal) is not None:
             what = f" {_job(refusal.job)}, round {refusal.round}," if refusal.job else ""
             when = units.duration(now - refusal.at)
@@ -129,6 +131,15 @@ def _doing(doing: Doing, now: float) -> str:
 def _job(run: str) -> str:
     """Name of a run's job: its id without the time."""
     return run.rsplit("-", 3)[0]
+
+
+def _runs(runs: Runs, now: float) -> str:
+    """What a board runs, and how far it is with the latest release unless it has committed that."""
+    what = runs.name or runs.current[:12] or "as flashed"
+    if runs.phase == "committed":
+        return f"{runs.kind} {what}, for {units.duration(now - runs.at)}"
+    why = f": {runs.reason}" if runs.reason else ""
+    return f"{runs.kind} {what}; {runs.rollout} {runs.phase} {units.duration(now - runs.at)} ago{why}"
 
 
 def _about(board: Board, now: float) -> str:

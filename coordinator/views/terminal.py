@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import msgspec
 
 from fedquilt import methods, open_metrics, progress
-from fedquilt.coordinator import eligibility
+from fedquilt.coordinator import eligibility, rollouts
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
 from fedquilt.coordinator.facts import (
@@ -31,9 +31,11 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs, log
+from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.core import JobError
 from fedquilt.transport import link as links
 from fedquilt.transport.handshake import Identity
@@ -143,6 +145,11 @@ class Console:
         else:
             self.say(f"{job.id}: {first}" if self._named else first, *more)
 
+    def rolled(self, rollout: Rollout, fact: rollouts.AnyFact) -> None:
+        """Print a fact of a rollout; what single boards say of it only if every fact is printed, or they failed."""
+        if self._wordy or not isinstance(fact, rollouts.Heard) or fact.phase in rollouts.FAILED:
+            self.say(f"{rollout.id}: {rollout_view.sentence(rollout, fact)}")
+
     def _tell_declines(self) -> None:
         """Print the number of devices whose declines were not printed one by one."""
         for (run, round, code), count in self._declines.items():
@@ -217,7 +224,7 @@ def coordinate(
         console.observe(job, fact)
         counts.observe(job, fact)
 
-    server = Server(executor, store, observe, only, limits=limits)
+    server = Server(executor, store, observe, only, limits=limits, tell=console.rolled)
     with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
         if place:
             console.say(f"metrics at {place}")

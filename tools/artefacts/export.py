@@ -55,25 +55,7 @@ def export(store: Store, run: str, out: Path) -> str:
     if out.suffix and out.suffix not in endings:
         what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
         raise JobError(f"{out}: {what}: name a file that ends with {' or '.join(endings)}")
-    if found.kind == "stitched":
-        from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
-
-        index = bundle.load(row.bundle)
-        files = {name: bundle.file(row.bundle, ref) for name, ref in index.files.items()}
-        payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
-        what = names.network(found.meta["taps"], found.meta["head"] is not None)
-        what = f"{what}, labels {', '.join(found.meta['labels'])}"
-    elif out.suffix == ".onnx":
-        if found.kind != "weights":
-            raise ModelError(f"{out}: a result of the kind {found.kind!r} has no ONNX; name a file .safetensors")
-        from fedquilt.models.networks import onnx_file  # needs torch
-
-        payload = onnx_file.written(found.meta["network"], found.tensors)
-        what = f"network {found.meta['network'].get('name')}"
-    else:
-        payload = tensors.encode(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
-        name = found.meta.get("network", {}).get("name") if isinstance(found.meta.get("network"), dict) else None
-        what = f"{len(found.tensors)} tensors" + (f" of network {name}" if name else f" ({found.kind})")
+    payload, what = _made(found, row, onnx=out.suffix == ".onnx")
     part = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +67,53 @@ def export(store: Store, run: str, out: Path) -> str:
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
     return f"{out}: {units.size(len(payload))}, {what}{_unfinished(store, row)}"
+
+
+def graph(store: Store, run: str) -> tuple[bytes, str]:
+    """A run's result as ONNX, in which boards can run it, and what it is.
+
+    Raises:
+        JobError: the run is not done, or a part of its network stays on each board.
+        ModelError: the result cannot be written as ONNX.
+        StoreError: no such run, or its state is gone or of another version.
+    """
+    found, row = artefact(store, run), store.job(run)
+    if (status := store.standing(row)) != "done":
+        raise JobError(
+            f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
+        )
+    if private := found.meta.get("private"):
+        raise JobError(
+            f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, which has its own: the "
+            "result without them is no network. Deploy a run of a method whose result is whole, or --model FILE.onnx"
+        )
+    return _made(found, row, onnx=True)
+
+
+def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
+    """A result as the bytes of a file, and what it is. `onnx`: weights as ONNX, not safetensors."""
+    if found.kind == "stitched":
+        from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
+
+        index = bundle.load(row.bundle)
+        files = {name: bundle.file(row.bundle, ref) for name, ref in index.files.items()}
+        payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
+        what = names.network(found.meta["taps"], found.meta["head"] is not None)
+        what = f"{what}, labels {', '.join(found.meta['labels'])}"
+    elif onnx:
+        if found.kind != "weights":
+            raise ModelError(
+                f"a result of the kind {found.kind!r} has no ONNX: `fedquilt export` writes it as .safetensors"
+            )
+        from fedquilt.models.networks import onnx_file  # needs torch
+
+        payload = onnx_file.written(found.meta["network"], found.tensors)
+        what = f"network {found.meta['network'].get('name')}"
+    else:
+        payload = tensors.encode(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
+        name = found.meta.get("network", {}).get("name") if isinstance(found.meta.get("network"), dict) else None
+        what = f"{len(found.tensors)} tensors" + (f" of network {name}" if name else f" ({found.kind})")
+    return payload, what
 
 
 def _unfinished(store: Store, row: Row) -> str:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fedquilt import __version__
 from fedquilt.coordinator import requests, store
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.tools.dash import guard, pages
+from fedquilt.tools.dash import guard, pages, rollouts
 from fedquilt.tools.dash.guard import Door
 from fedquilt.tools.dash.reports import Reports
 from fedquilt.tools.dash.watch import MissingRunError, TooManyError, Watch
@@ -59,7 +59,7 @@ class Dash:
 
     def app(self) -> ASGIApp:
         """The application; every answer passes its guard."""
-        shells = ("/", "/boards/{name}", "/runs", "/runs/{run}", "/log")
+        shells = ("/", "/boards/{name}", "/runs", "/runs/{run}", "/rollouts", "/rollouts/{rollout}", "/log")
         routes = [
             *(Route(path, self._page) for path in shells),
             Route("/static/{digest}/{name}", self._file),
@@ -70,6 +70,9 @@ class Dash:
             Route("/api/runs/{run}/why", self._json(lambda r: pages.reasons(self._watch, _word(r, "run"), _query(r)))),
             Route("/api/runs/{run}/report", self._report),
             Route("/api/runs/{run}/{what:str}", self._act, methods=["POST"]),
+            Route("/api/rollouts", self._json(lambda r: rollouts.listed(self._watch))),
+            Route("/api/rollouts/{rollout}", self._json(lambda r: rollouts.one(self._watch, _word(r, "rollout")))),
+            Route("/api/rollouts/{rollout}/{what:str}", self._steer, methods=["POST"]),
             Route("/api/log", self._json(lambda r: pages.lines(self._watch, _query(r)))),
             Route("/api/events", self._events),
             Route("/api/session", self._session, methods=["GET", "POST"]),
@@ -146,18 +149,35 @@ class Dash:
         return _values(msgspec.json.encode(told), headers=headers)
 
     async def _act(self, request: Request) -> Response:
+        what = await self._allowed(request, ("stop", "resume"))
+        row = await self._watch.row(_word(request, "run"))
+        return _asked(what, await self._watch.aside(lambda: _done(what, self._watch, row.id)))
+
+    async def _steer(self, request: Request) -> Response:
+        what = await self._allowed(request, rollouts.WISHES)
+        return _asked(what, await rollouts.act(self._watch, _word(request, "rollout"), what))
+
+    async def _allowed(self, request: Request, known: Collection[str]) -> str:
+        """What a request asks to be done, if it is known and the door allows it.
+
+        Raises:
+            HTTPException: it is not.
+        """
         await _body(request)
         door, what = self._door, _word(request, "what")
-        if what not in ("stop", "resume"):
+        if what not in known:
             raise HTTPException(404)
         if door is None:
             raise HTTPException(403, "this dashboard only shows: start it with --actions")
         if not door.allows(request.headers):
             raise HTTPException(403, "this needs the address with the token that `fedquilt dash --actions` printed")
-        row = await self._watch.row(_word(request, "run"))
-        said = await self._watch.aside(lambda: _done(what, self._watch, row.id))
-        log.warning("%s was asked for from the dashboard: %s", what, said)
-        return _values(msgspec.json.encode({"said": said}))
+        return what
+
+
+def _asked(what: str, said: str) -> Response:
+    """Answer to a request to do something, which is logged."""
+    log.warning("%s was asked for from the dashboard: %s", what, said)
+    return _values(msgspec.json.encode({"said": said}))
 
 
 def _done(what: str, watch: Watch, run: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from fedquilt.coordinator import boards_store, store_reader
 from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.housekeeping import ENDED
+from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.store import Row, Unreadable
 from fedquilt.coordinator.store_reader import Mark, Reader
 from fedquilt.coordinator.store_rows import Identity
@@ -217,6 +218,10 @@ class Watch:
         rows = reader.all_jobs()
         standing = {row.id: reader.standing(row) if isinstance(row, Row) else row.status for row in rows}
         return Runs(rows, standing, self._is_served())
+
+    def rollouts(self) -> RolloutLog:
+        """The home's rollouts, to be read `aside`."""
+        return self._read().rollouts
 
     async def row(self, run: str) -> Row:
         """A run by its id or its job's name.

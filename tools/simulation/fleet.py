@@ -185,6 +185,17 @@ class SimulatedFleet:
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
         self._feed(given, events.Arrived(received, missing), now_s)
 
+    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
+        """Refuse it.
+
+        Raises:
+            JobError: these devices have no agent that could install anything.
+        """
+        raise JobError(
+            "devices that are simulated in this process run no releases: `fedquilt fleet JOB --link broker "
+            "--agents-only` starts agents that do"
+        )
+
     def withdraw(self, device: str) -> None:
         """Withdraw a device's task."""
         if device in self._devices:

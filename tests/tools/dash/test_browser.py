@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
 
 MARKUP = "<img src=x onerror=document.title='taken'>"
+ROLLED = "tables-20261123-041500-1a2b3c"
 WIDE, NARROW = (1280, 800), (390, 844)
 SHOWN = "Number(document.body?.dataset.shown ?? 0) > 0"
 
@@ -45,6 +46,8 @@ def home(tmp_path: Path) -> Path:
     home, names = tmp_path / "runs", dashes.names(40)
     run = dashes.add_run(home, dashes.facts(names))
     dashes.add_boards(home, names, run)
+    dashes.add_rollout(home, names, bad=True)
+    dashes.add_rollout(home, names, ROLLED)
     return home
 
 
@@ -85,7 +88,9 @@ def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: i
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("path", ["/", "/?view=grid", "/boards/board-00001", "/runs", "/runs/digits", "/log"])
+@pytest.mark.parametrize(
+    "path", ["/", "/?view=grid", "/boards/board-00001", "/runs", "/runs/digits", "/rollouts", "/log"]
+)
 def test_every_page_is_whole(browser: Browser, home: Path, path: str, size: tuple[int, int]) -> None:
     """One heading, landmarks, named tables and fields, a place that speaks, and no complaint of the console."""
     with Dashboard(home) as dash:
@@ -163,6 +168,41 @@ def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: B
         tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('fedquilt resume')")
 
 
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home: Path, size: tuple[int, int]) -> None:
+    """From the list to the one that was aborted, to the board's own words and numbers."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/rollouts", size)
+        assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+        assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+        link = "document.querySelectorAll('.rollouts tbody tr')[1].querySelector('a')"
+        tab = opened(browser, dash, tab.value(f"{link}.getAttribute('href')"), size)
+        assert tab.value("document.querySelector('.notice.bad').textContent") == "2 of 2 boards failed"
+        row = tab.value("document.querySelector('[data-key=board-00000]').innerText")
+        assert "3 points less" in row
+        assert "91.0 % (before 94.0 %)" in row
+        assert "12.3 ms" in row
+        assert "aborted: 2 of 2 boards failed" in tab.text
+        assert fine(tab)
+
+
+def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
+    """Without the token there is only a sentence; what is asked for is in the store for the coordinator."""
+    with Store(home) as store:
+        id = store.rollouts.find(ROLLED).state.id
+    with Dashboard(home, "--actions") as dash:
+        tab = opened(browser, dash, f"/rollouts/{id}")
+        tab.until("document.querySelector('.buttons button')?.disabled")
+        tab = opened(browser, dash, f"/rollouts/{id}#token={dash.token}")
+        tab.until("document.querySelector('.buttons button')?.disabled === false")
+        assert tab.value("document.querySelector('.buttons').innerText") == "End this rollout"
+        tab.value("confirm = () => true; document.querySelector('.buttons button').click()")
+        tab.until("document.querySelector('.notice:not([hidden])')?.textContent.includes('is ended as soon as')")
+        tab.until("document.querySelector('main').textContent.includes('its end is asked for')")
+        with Store(home) as store:
+            assert store.rollouts.find(id).wish == "abort"
+
+
 def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path) -> None:
     """A run that is deleted, and the dashboard itself."""
     run = dashes.add_run(home, dashes.facts(dashes.names(5), ended=True), "leaves", "stopped")
@@ -187,6 +227,6 @@ def test_the_keyboard_reaches_everything(browser: Browser, home: Path) -> None:
             told = "(document.activeElement.textContent || document.activeElement.placeholder).slice(0, 20)"
             seen.append(tab.value(told))
             assert tab.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
-        assert seen[:5] == ["Skip to the content", "Fleet", "Runs", "Log", "all boards40"]
+        assert seen[:6] == ["Skip to the content", "Fleet", "Runs", "Rollouts", "Log", "all boards40"]
         assert "name, board, job" in seen
         assert "grid" in seen

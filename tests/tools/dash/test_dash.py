@@ -29,6 +29,7 @@ from fedquilt.tools.dash.watch import WATCHERS
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
 
 DEVICES = dashes.names(40)
+TABLES = "tables-20261123-041500-1a2b3c"
 MARKUP = "<img src=x onerror=alert(1)>"
 
 
@@ -54,14 +55,14 @@ def dash(home: Path) -> Iterator[Dashboard]:
 
 def test_every_page_and_its_files_are_there(dash: Dashboard) -> None:
     """With a policy that allows no script but ours, and nothing from elsewhere."""
-    for path in ("/", "/runs", "/runs/digits", "/boards/board-00001", "/log"):
+    for path in ("/", "/runs", "/runs/digits", "/rollouts", "/boards/board-00001", "/log"):
         status, headers, body = dash.ask(path)
         assert status == 200
         assert "script-src 'self'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
         assert b"://" not in body
     files = re.findall(r'(?:href|src)="(/static/[^"]+)"', body.decode())
-    assert len(files) == 10
+    assert len(files) == 12
     seen: set[str] = set()
     while files:
         path = files.pop()
@@ -75,7 +76,7 @@ def test_every_page_and_its_files_are_there(dash: Dashboard) -> None:
         if path.endswith(".js"):
             inner = {f"{path.rpartition('/')[0]}/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
             files += sorted(inner - seen - set(files))
-    assert len(seen) == 10
+    assert len(seen) == 12
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,31 @@ def test_a_dashboard_that_only_shows_does_nothing(dash: Dashboard) -> None:
 def test_pages_of_somebody_else_see_nothing(dash: Dashboard, path: str, headers: dict[str, str]) -> None:
     """Nor do they take the place of who watches."""
     assert dash.problem(path, **headers)[0] == 403
+
+
+def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
+    """With all three it is asked for once; one that has ended says so, and what is not there is not found."""
+    home = tmp_path / "runs"
+    ended = dashes.add_rollout(home, DEVICES, TABLES, bad=True)
+    id = dashes.add_rollout(home, DEVICES, MARKUP)
+    with Dashboard(home, "--actions") as dash:
+        own = {"Cookie": dash.cookie(dash.token).partition(";")[0], "Origin": dash.url}
+        proof = {"X_Fedquilt_Proof": json.loads(dash.ask("/api/session", **own)[2])["proof"]}
+        ask = f"/api/rollouts/{id}/abort"
+        for refused in ({}, own, {**proof, "Origin": dash.url}, {**own, **proof, "Origin": "http://evil.example"}):
+            assert dash.ask(ask, "POST", **refused)[0] == 403
+        with Store(home) as store:
+            assert store.rollouts.find(id).wish == ""
+        assert dash.ask(ask, "POST", **own, **proof)[0] == 200
+        with Store(home) as store:
+            assert store.rollouts.find(id).wish == "abort"
+        for of, what, status in ((ended, "abort", 409), (id, "rollback", 409), ("no", "abort", 404), (id, "x", 404)):
+            assert dash.ask(f"/api/rollouts/{of}/{what}", "POST", **own, **proof)[0] == status
+        assert dash.problem("/api/rollouts/nothing")[0] == 404
+        assert [each["name"] for each in dash.values("/api/rollouts")["rollouts"]] == [MARKUP, TABLES]
+        assert dash.values(f"/api/rollouts/{ended}")["steps"][-1]["text"].startswith("aborted: 2 of 2 boards failed")
+    with Dashboard(home) as only:
+        assert only.ask(ask, "POST", **own, **proof)[0] == 403
 
 
 def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:

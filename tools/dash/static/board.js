@@ -35,7 +35,8 @@ export function page(place, { name, again, ask }) {
         tile("doing", board.doing ? work(board.doing) : "nothing"),
         tile("power", board.power_w === null || board.power_w === undefined ? "–" : `${number(board.power_w)} W`),
         tile("temperature", board.temperature_c === null || board.temperature_c === undefined ? "–" : `${board.temperature_c.toFixed(0)} °C`),
-        tile("task's memory", board.budget_bytes ? memory(board) : "–"));
+        tile("task's memory", board.budget_bytes ? memory(board) : "–"),
+        ...(board.runs ?? []).map((each) => tile(each.kind, each.name || each.current?.slice(0, 12) || "as flashed", h("a", { href: `/rollouts/${encodeURIComponent(each.rollout)}` }, ` ${each.phase}`))));
       refusal.hidden = !board.refusal;
       if (board.refusal) {
         refusal.replaceChildren(h("strong", {}, `Refused (${board.refusal.code}), `), since(board.refusal.at, "", " ago"),

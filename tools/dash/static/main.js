@@ -3,6 +3,8 @@ import { h, hear } from "./dom.js";
 import * as board from "./board.js";
 import * as fleet from "./fleet.js";
 import * as log from "./log.js";
+import * as rollout from "./rollout.js";
+import * as rollouts from "./rollouts.js";
 import * as run from "./run.js";
 import * as runs from "./runs.js";
 
@@ -29,8 +31,9 @@ async function ask(path, options = {}) {
 // -- pages --
 
 const words = location.pathname.split("/").filter(Boolean).map(decodeURIComponent);
-const kind = words[0] === "boards" ? board : words[0] === "runs" ? (words[1] ? run : runs) : words[0] === "log" ? log : fleet;
-const title = words[1] ?? { boards: "Fleet", runs: "Runs", log: "Log" }[words[0]] ?? "Fleet";
+const kinds = { boards: board, runs: words[1] ? run : runs, rollouts: words[1] ? rollout : rollouts, log };
+const kind = kinds[words[0]] ?? fleet;
+const title = words[1] ?? { boards: "Fleet", runs: "Runs", rollouts: "Rollouts", log: "Log" }[words[0]] ?? "Fleet";
 document.title = `${title} · fedquilt`;
 for (const each of document.querySelectorAll("header nav a")) {
   const here = each.pathname === "/" ? !words.length || words[0] === "boards" : each.pathname === `/${words[0]}`;
@@ -124,7 +127,7 @@ async function enter() {
   if (token) {
     history.replaceState(null, "", location.pathname + location.search); // it stays in no history
     Object.assign(session, await ask("/api/session", { method: "POST", body: JSON.stringify({ token }) }));
-    say("This browser may stop and resume runs until the dashboard is started anew.");
+    say("This browser may stop and resume runs, and end rollouts, until the dashboard is started anew.");
   } else {
     Object.assign(session, await ask("/api/session"));
   }

@@ -1,0 +1,368 @@
+"""Rollouts: what a rollout is to do, its facts, the state that they add up to, and which fact comes next. Pure.
+
+A rollout offers a release to a few boards first, the canary, and to the next share of the fleet once those before
+have answered. The log of its facts is its whole state, as with jobs: after a crash it goes on where the log ends. What
+a board is to have follows from the state alone (`release`), so that nothing else has to be remembered.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from fedquilt import labels, wire
+from fedquilt.core import BlobRef, Count, JobError, Label, Name, Seconds, Sentence, derived
+
+Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
+Phase: TypeAlias = Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
+
+SETTLED: Final = frozenset({"committed", "refused", "returned"})
+FAILED: Final = frozenset({"refused", "returned"})
+SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
+MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
+LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
+_WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a rollout is to do."""
+
+    kind: wire.Kind
+    name: Label  # what people call it: the run, or the version
+    blob: BlobRef | None = None
+    select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
+    canary: Share = 0.05  # of the boards that are there
+    phases: tuple[Share, ...] = (0.25, 1.0)  # of them, by and by; 1.0 are all that are known, and those that come later
+    abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
+    patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
+    limits: wire.Limits = wire.Limits()
+    soak_s: Seconds = 60.0
+    window: Label = ""
+    force: bool = False
+    settings: dict[Label, Any] = {}
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the fleet that has it by the end of each step, the canary's first."""
+        return (self.canary, *self.phases)
+
+    def require(self) -> None:
+        """Refuse a plan that cannot be carried out.
+
+        Raises:
+            JobError: says what is wrong in it, and the mend.
+        """
+        labels.require_selection(self.select)
+        if not self.canary or not self.phases:
+            raise JobError("a rollout has a canary above 0 % and at least one phase after it: --canary 5% --phases 100")
+        if any(later <= before for before, later in zip(self.shares, self.shares[1:], strict=False)):
+            told = ", ".join(f"{100 * share:g} %" for share in self.shares)
+            raise JobError(f"the phases {told} do not grow: each is the share of the fleet that has it by its end")
+        if self.window and not _WINDOW.fullmatch(self.window):
+            raise JobError(f"{self.window[:40]!r} is no window: write it as 02:00-05:00, in the boards' local time")
+        if self.window and self.window[:5] == self.window[6:]:
+            raise JobError(f"the window {self.window} begins when it ends")
+
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An event of a rollout, as its log stores it."""
+
+
+class Begun(Fact, frozen=True):
+    """A coordinator has taken it up; its releases have this serial."""
+
+    serial: Count
+
+
+class Offered(Fact, frozen=True):
+    """These boards shall have it, as part of a step: 0 is the canary."""
+
+    step: int
+    devices: tuple[Name, ...]
+
+
+class Heard(Fact, frozen=True):
+    """A board has said how far it is."""
+
+    device: Name
+    serial: Count
+    phase: Phase
+    reason: Sentence = ""
+    metrics: dict[Label, float] = {}
+
+
+class Passed(Fact, frozen=True):
+    """The boards of a step have answered well enough; `silent`: those that were not waited for any longer."""
+
+    step: int
+    silent: tuple[Name, ...] = ()
+
+
+class Done(Fact, frozen=True):
+    """All steps have passed. Boards that were away, and new ones, still get it."""
+
+
+class Aborted(Fact, frozen=True):
+    """It goes no further, and boards that have it return to what they ran before, by releases of this serial."""
+
+    reason: Sentence
+    serial: Count
+
+
+class RolledBack(Fact, frozen=True):
+    """It was done, and boards that have it return to what they ran before, by releases of this serial."""
+
+    serial: Count
+
+
+AnyFact: TypeAlias = Begun | Offered | Heard | Passed | Done | Aborted | RolledBack
+
+ALLOWED: Final[Mapping[type[Fact], tuple[Status, ...]]] = {
+    Begun: ("queued",),
+    Offered: ("running", "done"),
+    Heard: ("running", "done", "aborted", "rolled back"),
+    Passed: ("running",),
+    Done: ("running",),
+    Aborted: ("queued", "running"),
+    RolledBack: ("done",),
+}
+"""Fact -> states of a rollout in which it may happen."""
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """One rollout as its facts have it."""
+
+    id: str
+    plan: Plan
+    status: Status = "queued"
+    serial: int = 0  # of its releases
+    back: int = 0  # of the releases that take it back; 0: there are none
+    step: int = 0  # the one that runs, or comes next; the canary's is 0
+    offered: Mapping[str, int] = {}  # device -> the step in which it was offered
+    heard: Mapping[str, Heard] = {}  # device -> what it said last of it
+    reason: str = ""  # why it was aborted
+
+    @property
+    def open(self) -> bool:
+        """Whether boards have been offered the step that runs."""
+        return self.status == "running" and self.step in self.offered.values()
+
+    @property
+    def over(self) -> bool:
+        """Whether it takes itself back, or has."""
+        return self.back > 0
+
+    def phase(self, device: str) -> str:
+        """How far a board is with what it is to do now; "": it has said nothing of it."""
+        told = self.heard.get(device)
+        if told is None:
+            return ""
+        ended = self.over and told.phase in FAILED  # it has nothing to return from
+        return told.phase if ended or told.serial == (self.back or self.serial) else ""
+
+    def counts(self) -> dict[str, int]:
+        """Phase -> number of the boards that were offered it; "" stands for those that have said nothing."""
+        found: dict[str, int] = {}
+        for device in self.offered:
+            phase = self.phase(device)
+            found[phase] = found.get(phase, 0) + 1
+        return found
+
+
+def apply(state: Rollout, fact: AnyFact) -> Rollout:
+    """The state after a fact.
+
+    Raises:
+        JobError: it cannot happen in this state: the log was not written by these rules.
+    """
+    if state.status not in ALLOWED[type(fact)]:
+        raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
+    match fact:
+        case Begun(serial):
+            return replace(state, status="running", serial=serial)
+        case Offered(step, devices):
+            return replace(state, offered={**state.offered, **dict.fromkeys(devices, step)})
+        case Heard(device):
+            return replace(state, heard={**state.heard, device: fact})
+        case Passed(step):
+            return replace(state, step=step + 1)
+        case Done():
+            return replace(state, status="done")
+        case Aborted(reason, serial):
+            return replace(state, status="aborted", reason=reason, back=serial)
+        case RolledBack(serial):
+            return replace(state, status="rolled back", back=serial)
+
+
+def told(state: Rollout, device: str, message: wire.Installed) -> Heard | None:
+    """The fact that a board's message is to this rollout; None: it is none, or known."""
+    if device not in state.offered or message.kind != state.plan.kind:
+        return None
+    now = state.back or state.serial
+    metrics = {name: value for name, value in message.metrics.items() if name in MEASURED and math.isfinite(value)}
+    fact = Heard(device, message.serial, message.phase, message.reason, metrics)
+    if message.rollout != state.id or message.serial > now:
+        if message.serial <= now:
+            return None  # of an earlier one: it has not read this one's release yet
+        later = (
+            f"it has release {message.serial} of {message.rollout}, and this is {now}: deploy anew, as its later one"
+        )
+        fact = Heard(device, now, "refused", later)
+    elif message.serial not in (state.serial, now):
+        return None
+    return None if state.heard.get(device) == fact else fact
+
+
+def release(state: Rollout, device: str) -> wire.Release | None:
+    """What a board is to be sent because of this rollout; None: nothing.
+
+    A board is to return if it has not said that it refused the release or has returned already, as one that has said
+    nothing may have it. A board that does not run this rollout's release has nothing to return from, and says so.
+    """
+    plan, before = state.plan, state.heard.get(device)
+    if device not in state.offered:
+        return None
+    if not state.over:
+        return wire.Release(
+            rollout=state.id,
+            kind=plan.kind,
+            serial=state.serial,
+            blob=plan.blob,
+            name=plan.name,
+            limits=plan.limits,
+            soak_s=plan.soak_s,
+            window=plan.window,
+            force=plan.force,
+            settings=plan.settings,
+        )
+    if before is not None and before.serial == state.serial and before.phase in FAILED:
+        return None
+    return wire.Release(
+        rollout=state.id, kind=plan.kind, serial=state.back, name=plan.name, back=True, force=plan.force
+    )
+
+
+# -- which fact comes next ------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A board that the rollout's selection names, as it is now."""
+
+    online: bool
+    since_s: float  # when it was last there, or last said how far it is, whichever is later
+
+
+def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int) -> AnyFact | None:
+    """The next fact of a rollout; None: it waits.
+
+    Args:
+        state: of the rollout.
+        fleet: the boards that it selects and that no later rollout has.
+        now_s: seconds of the coordinator's clock.
+        serial: that a release may have which is made now: greater than any before.
+    """
+    if state.status == "queued":
+        return Begun(serial)
+    if state.status == "done":
+        late = _late(state, fleet)
+        return Offered(len(state.plan.phases), late) if late else None
+    if state.status != "running":
+        return None
+    if state.step == len(state.plan.shares):
+        return Done()
+    failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
+    most = state.plan.abort_above
+    canary = sum(step == 0 for step in state.offered.values())
+    if len(failed) > most * max(len(answered), canary):
+        return Aborted(_why(state, failed, len(answered)), serial)
+    if not state.open:
+        if devices := chosen(state, fleet):
+            return Offered(state.step, devices)
+        return Passed(state.step) if state.step and fleet else None  # all that are there have it already
+    pending = [device for device in state.offered if state.phase(device) not in SETTLED]
+    if not answered or any(_holds(state, device, fleet.get(device), now_s) for device in pending):
+        return None
+    lost = [device for device in pending if state.phase(device) in SWAPPED]
+    if len(failed) + len(lost) > most * (len(answered) + len(lost)):
+        return Aborted(_why(state, [*failed, *lost], len(answered) + len(lost)), serial)
+    return Passed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
+
+
+def chosen(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
+    """Boards that the step which comes next offers it to: drawn by the rollout's id, the same after every restart.
+
+    Of those that are there, so many that not more than the step's share of them have it, but one at least. The step of
+    all boards takes those that are away as well.
+    """
+    share = state.plan.shares[state.step]
+    if share >= 1.0:
+        return tuple(sorted(fleet.keys() - state.offered.keys()))
+    there = [device for device, seen in fleet.items() if seen.online]
+    count = max(1, int(share * len(there) + 1e-9)) - sum(device in fleet for device in state.offered)
+    draw = derived("rollout", state.id)
+    able = sorted((each for each in there if each not in state.offered), key=lambda each: (draw(each), each))
+    if count <= 0 and state.step and able:
+        count = 1  # a small fleet: every step goes further than the one before
+    return tuple(sorted(able[: max(count, 0)]))
+
+
+def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str, ...]:
+    """Boards that hold up the step that runs."""
+    if not state.open:
+        return ()
+    pending = (device for device in state.offered if state.phase(device) not in SETTLED)
+    return tuple(sorted(each for each in pending if _holds(state, each, fleet.get(each), now_s)))
+
+
+def next_s(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> float:
+    """Time at which `decide` may come to something without an event."""
+    pending = (device for device in state.offered if state.phase(device) not in SETTLED) if state.open else ()
+    ends = (_until_s(state, device, fleet.get(device)) for device in pending)
+    return min((end for end in ends if end > now_s), default=math.inf)
+
+
+def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
+    return now_s < _until_s(state, device, seen)
+
+
+def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
+    """Until when a board that has not come to an end with it is waited for."""
+    if seen is None:  # nobody has heard of it since the start of the coordinator, or it has other labels now
+        return -math.inf
+    talks = seen.online and state.phase(device) != ""
+    return seen.since_s + (LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s)
+
+
+def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
+    """Boards that are there and have not been offered what all are to have."""
+    if state.plan.phases[-1] < 1.0:
+        return ()
+    return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
+
+
+def _failed(state: Rollout) -> list[str]:
+    return [device for device in state.offered if state.phase(device) in FAILED]
+
+
+def _why(state: Rollout, failed: Collection[str], answered: int) -> str:
+    """Why a rollout is aborted, with one of the boards' own reasons."""
+    first = min(failed)
+    phase = state.phase(first)
+    said = state.heard[first].reason if first in state.heard else ""
+    example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {said}' if said else ''}"
+    share = f"more than {100 * state.plan.abort_above:g} %"
+    return f"{len(failed)} of {answered} boards failed, {share} ({example})"[:1000]

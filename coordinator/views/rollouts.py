@@ -1,0 +1,161 @@
+"""Rollouts for people: one line each, one in detail, and what happens as sentences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fedquilt import columns, units
+from fedquilt.coordinator.rollout_log import Kept
+from fedquilt.coordinator.rollouts import (
+    Aborted,
+    AnyFact,
+    Begun,
+    Done,
+    Heard,
+    Offered,
+    Passed,
+    Plan,
+    RolledBack,
+    Rollout,
+)
+
+HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
+ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "")
+SHOWN: Final = 200  # boards of one rollout
+
+
+def row(kept: Kept) -> dict[str, Any]:
+    """A rollout in short, for programs; times in wall-clock seconds."""
+    state, plan = kept.state, kept.state.plan
+    counts = state.counts()
+    return {
+        "rollout": state.id,
+        "kind": plan.kind,
+        "name": plan.name,
+        "status": state.status,
+        "step": state.step,
+        "shares": list(plan.shares),
+        "select": list(plan.select),
+        "offered": len(state.offered),
+        "counts": {phase or "silent": counts[phase] for phase in ORDER if phase in counts},
+        "reason": state.reason,
+        "created": kept.created,
+        "at": kept.at,
+        "submitter": kept.submitter,
+        "wish": kept.wish,
+    }
+
+
+def detail(kept: Kept) -> dict[str, Any]:
+    """A rollout with its boards, those first that did not commit it."""
+    state = kept.state
+    boards = [
+        {
+            "device": device,
+            "step": state.offered[device],
+            "phase": state.phase(device) or "silent",
+            "reason": heard.reason if (heard := state.heard.get(device)) is not None else "",
+            "metrics": dict(heard.metrics) if heard is not None else {},
+        }
+        for device in state.offered
+    ]
+    boards.sort(key=lambda each: (each["phase"] == "committed", each["step"], each["device"]))
+    return {**row(kept), "limits": dict(_limits(state.plan)), "boards": boards}
+
+
+def lines(known: Sequence[Kept], now: float) -> list[str]:
+    """Rollouts as a table, the latest first."""
+    rows = [HEAD]
+    for kept in reversed(known):
+        state = kept.state
+        rows.append(
+            (
+                state.id,
+                state.plan.name,
+                state.status,
+                step(state),
+                _counted(state),
+                f"{units.duration(now - kept.created)} ago",
+            )
+        )
+    return columns.table(rows, "<<<<<<", 10**6)
+
+
+def told(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], now: float) -> list[str]:
+    """One rollout: what it is, how it went, and every board that did not commit it."""
+    state, plan = kept.state, kept.state.plan
+    asked = "; ".join(f"{name} {value}" for name, value in _limits(plan)) or "none"
+    found = [
+        f"{state.id}: {plan.kind} {plan.name}, {state.status}{f': {state.reason}' if state.reason else ''}",
+        f"{step(state)}; {_counted(state)}; for {' '.join(plan.select) or 'all boards'}; queued by "
+        f"{kept.submitter or '?'} {units.duration(now - kept.created)} ago",
+        f"limits: {asked}; soak {units.duration(plan.soak_s)}{f'; window {plan.window}' if plan.window else ''}",
+        "",
+    ]
+    for _, at, fact in facts:
+        if not isinstance(fact, Heard):
+            found.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}  {sentence(state, fact)}")
+    boards = [each for each in detail(kept)["boards"] if each["phase"] != "committed"]
+    if boards:
+        rows = [("board", "step", "phase", "why")]
+        rows += [(each["device"], str(each["step"]), each["phase"], each["reason"]) for each in boards[:SHOWN]]
+        found += ["", *columns.table(rows, "<><~")]
+    if len(boards) > SHOWN:
+        found.append(f"... and {len(boards) - SHOWN} more: --format json has them all")
+    return found
+
+
+def sentence(state: Rollout, fact: AnyFact) -> str:
+    """A fact of a rollout as a sentence; `state` is the rollout at that moment or later."""
+    match fact:
+        case Begun():
+            return f"begun: {state.plan.kind} {state.plan.name}"
+        case Offered(number, devices):
+            return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"
+        case Heard(device, phase=phase, reason=reason):
+            return f"{device} {phase}{f': {reason}' if reason else ''}"
+        case Passed(number, silent):
+            without = f", without {_boards(len(silent))} that said nothing" if silent else ""
+            return f"{_name(state.plan, number)} passed{without}"
+        case Done():
+            return "done: boards that come later get it too" if state.plan.phases[-1] >= 1 else "done"
+        case Aborted(reason):
+            return f"aborted: {reason}; boards that have it return to what they ran before"
+        case RolledBack():
+            return "rolled back: boards return to what they ran before"
+
+
+def step(state: Rollout) -> str:
+    """Which step runs, or ended last."""
+    number = min(state.step, len(state.plan.phases))
+    return _name(state.plan, number)
+
+
+def _name(plan: Plan, number: int) -> str:
+    share = f"{100 * plan.shares[number]:g} %"
+    return f"canary {share}" if number == 0 else f"phase {share}"
+
+
+def _boards(count: int) -> str:
+    return f"{count} board{'' if count == 1 else 's'}"
+
+
+def _counted(state: Rollout) -> str:
+    counts = state.counts()
+    parts = [f"{counts[phase]} {phase or 'silent'}" for phase in ORDER if phase in counts]
+    return ", ".join(parts) or "none yet"
+
+
+def _limits(plan: Plan) -> list[tuple[str, str]]:
+    limits, found = plan.limits, []
+    if limits.min_gain is not None:
+        found.append(("least gain", f"{100 * limits.min_gain:+g} points"))
+    if limits.max_latency_s is not None:
+        found.append(("latency", f"{1000 * limits.max_latency_s:g} ms"))
+    if limits.max_energy_j is not None:
+        found.append(("energy", f"{limits.max_energy_j:g} J"))
+    if limits.max_peak_bytes is not None:
+        found.append(("peak memory", units.size(limits.max_peak_bytes)))
+    return found

@@ -1,0 +1,407 @@
+"""Rollouts carried out by a coordinator: phases, abort, rollback, boards that are away, kills."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolled import MODEL, OTHER, TOPICS, Ground, Judge, good
+
+from fedquilt import wire
+from fedquilt.coordinator import requests
+from fedquilt.coordinator.rollouts import Aborted, Done, Heard, Offered, Passed, Plan
+from fedquilt.core import JobError, StoreError
+from fedquilt.testing.faults.disk import Crash, SimDisk
+from fedquilt.testing.faults.platter import Platter
+
+BAD: Judge = lambda device, release: "returned"  # noqa: E731
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    """A home without boards."""
+    return Ground(tmp_path)
+
+
+def told(ground: Ground, *kinds: type) -> list[Any]:
+    """Facts of these kinds, in order."""
+    return [fact for _, fact in ground.facts if isinstance(fact, kinds)]
+
+
+# -- phases ---------------------------------------------------------------------------------------
+def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
+    """The canary first, and the next share only once those before have committed."""
+    ground.fleet(20)
+    id = ground.deploy(canary=0.05, phases=(0.25, 1.0))
+    ground.play(30.0)
+    assert ground.state(id).status == "done"
+    assert len(ground.having()) == 20
+    steps = [
+        len(fact.devices) if isinstance(fact, Offered) else type(fact) for fact in told(ground, Offered, Passed, Done)
+    ]
+    assert steps == [1, Passed, 4, Passed, 15, Passed, Done]
+
+
+def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> None:
+    """It ends by itself, and nobody runs it afterwards; what is deployed next reaches all."""
+    ground.fleet(200, lambda device, release: "returned" if release.name == "bad" else "committed")
+    bad = ground.deploy(MODEL, name="bad")
+    ground.play(40.0)
+    assert ground.state(bad).status == "aborted"
+    assert "10 of 10 boards failed, more than 10 %" in ground.state(bad).reason
+    assert len(ground.ever(MODEL)) == 10
+    assert ground.having(MODEL) == []
+    ground.deploy(OTHER, name="good")
+    ground.play(60.0)
+    assert len(ground.having(OTHER)) == 200
+
+
+def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground: Ground) -> None:
+    """Those that have it return, by a release of a later serial."""
+    boards = ground.fleet(40)
+    id = ground.deploy(canary=0.05, phases=(0.5, 1.0))
+    ground.play(0.2)
+    for board in boards:
+        board.judge = lambda device, release: "committed" if ground.state(id).step == 0 else "refused"
+    ground.play(40.0)
+    state = ground.state(id)
+    assert (state.status, state.step) == ("aborted", 1)
+    assert len(state.offered) == 20
+    assert ground.having() == []
+    assert len(ground.ever()) == 2
+
+
+def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> None:
+    """All that the plan says."""
+    (board,) = ground.fleet(1)
+    limits = wire.Limits(min_gain=-0.005, max_latency_s=0.04)
+    id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
+    ground.play()
+    release = board.releases[0]
+    assert release is not None
+    assert (release.rollout, release.limits, release.soak_s, release.window, release.force, release.name) == (
+        *(id, limits, 5.0, "02:00-05:00", True, "digits"),
+    )
+
+
+def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
+    """Others are not asked, now or later."""
+    ground.fleet(3, labels=("site=lab",))
+    ground.fleet(3, labels=("site=hall",))
+    id = ground.deploy(select=("site=lab",))
+    ground.play(30.0)
+    assert ground.state(id).status == "done"
+    assert ground.having() == ["b-000", "b-001", "b-002"]
+
+
+# -- boards that are away -------------------------------------------------------------------------
+def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
+    """It holds nobody up; known from before, or new."""
+    boards = ground.fleet(8)
+    ground.play(1.0)
+    boards[3].go()
+    ground.play(30.0)  # longer than a grace
+    id = ground.deploy(patience_s=60.0)
+    ground.play(120.0)
+    assert ground.state(id).status == "done"
+    assert len(ground.having()) == 7
+    ground.restart()
+    ground.play(20.0)
+    boards[3].come()
+    ground.fleet(1)
+    ground.play(20.0)
+    assert len(ground.having()) == 9
+    assert ground.state(id).phase("b-003") == ground.state(id).phase("b-008") == "committed"
+
+
+def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground) -> None:
+    """A broker may lose what it keeps; a signed message is of one session."""
+    boards = ground.fleet(4)
+    ground.play(1.0)
+    boards[0].go()
+    ground.play(30.0)
+    ground.deploy(patience_s=30.0)
+    ground.play(60.0)
+    ground.link.publish(TOPICS.device("b-000", "dn", "model"), b"", retain=True)
+    ground.play(1.0)
+    boards[0].come()
+    ground.play(20.0)
+    assert len(ground.having()) == 4
+
+
+def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Ground) -> None:
+    """Such as an agent that knows no releases; at least one has to have answered."""
+    boards = ground.fleet(4)
+    for board in boards:
+        board.take = lambda release: None  # type: ignore[method-assign]
+    id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
+    ground.play(100.0)
+    first = sorted(ground.state(id).offered)
+    assert len(first) == 2
+    assert ground.state(id).step == 0
+    board = next(board for board in boards if board.name == first[0])
+    del board.take  # type: ignore[method-assign]
+    board.go()
+    board.come()
+    ground.play(10.0)
+    assert told(ground, Passed)[0] == Passed(0, (first[1],))
+
+
+def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground) -> None:
+    """It may be the model that it fell silent by."""
+    ground.fleet(4, lambda device, release: "soaking")
+    id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
+    ground.play(10.0)
+    offered = sorted(ground.state(id).offered)
+    by_name = {board.name: board for board in ground.boards}
+    by_name[offered[0]].go()
+    by_name[offered[1]].judge = good
+    by_name[offered[1]].tell(next(filter(None, by_name[offered[1]].releases)), "committed")
+    ground.play(200.0)
+    assert ground.state(id).status == "aborted"
+    assert f"{offered[0]} fell silent" in ground.state(id).reason
+    assert len(ground.ever()) == 2
+
+
+# -- people ---------------------------------------------------------------------------------------
+def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
+    """Boards that have it return, also one that was away; the state stays so."""
+    boards = ground.fleet(10, lambda device, release: "soaking")
+    id = ground.deploy(canary=0.3, phases=(1.0,))
+    ground.play()
+    assert len(ground.having()) == 3
+    away = next(board for board in boards if board.runs)
+    away.go()
+    said = requests.abort(ground.store, id)
+    assert said == f"{id} of digits is ended as soon as a coordinator serves {ground.home}: boards that have it return"
+    ground.play()
+    assert ground.having() == [away.name]
+    away.come()
+    ground.play()
+    assert ground.having() == []
+    assert ground.state(id).status == "aborted"
+    with pytest.raises(JobError, match=f"{id} is aborted"):
+        requests.abort(ground.store, id)
+
+
+def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
+    """To what ran before; and boards that come later do not get it."""
+    ground.fleet(6)
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    second = ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    assert len(ground.having(OTHER)) == 6
+    with pytest.raises(JobError, match=f"boards have {second} of second since: take that back first"):
+        requests.roll_back(ground.store, "first")
+    requests.roll_back(ground.store)
+    ground.play()
+    assert ground.state(second).status == "rolled back"
+    assert len(ground.having(MODEL)) == 6
+    ground.fleet(1)
+    ground.play()
+    assert len(ground.having(MODEL)) == 7  # it gets the one before, which is in force again
+    assert ground.state(first).phase("b-006") == "committed"
+
+
+def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
+    """The second is refused by the name of the first, with the mend."""
+    id = ground.deploy()
+    with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt deploy --abort {id} --home"):
+        ground.deploy(OTHER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"phases": (0.03, 1.0)}, "the phases 5 %, 3 %, 100 % do not grow"),
+        ({"phases": ()}, "at least one phase"),
+        ({"canary": 0.0}, "a canary above 0 %"),
+        ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
+        ({"window": "02:00-02:00"}, "begins when it ends"),
+        ({"select": ("Site Lab",)}, "selects no boards"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
+    """Before anything is queued."""
+    with pytest.raises(JobError, match=said):
+        ground.deploy(**changes)
+    assert ground.store.rollouts.all() == []
+
+
+# -- odd boards -----------------------------------------------------------------------------------
+def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
+    """Its home was put back, or another coordinator has it: this release would be old news to it."""
+    (board,) = ground.fleet(1)
+    board.serial = 1 << 40
+    board.take = lambda release: (
+        release
+        and board.say(  # type: ignore[assignment, method-assign]
+            "installed", wire.Installed(rollout="other", kind="model", serial=1 << 40, phase="committed")
+        )
+    )
+    id = ground.deploy()
+    ground.play()
+    assert ground.state(id).status == "aborted"
+    assert f"it has release {1 << 40} of other" in ground.state(id).reason
+
+
+def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
+    """What it says is not noted any more."""
+    (board,) = ground.fleet(1, lambda device, release: "soaking")
+    id = ground.deploy()
+    ground.play()
+    release = next(filter(None, board.releases))
+    for number in range(300):
+        board.tell(release, "waiting", f"reason {number}")
+        ground.play(0.2)
+    assert len([fact for _, _, fact in ground.store.rollouts.facts(id) if isinstance(fact, Heard)]) == 100
+
+
+def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
+    """And may not fetch it."""
+    boards = ground.fleet(10)
+    id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
+    for board in boards:
+        board.judge = lambda device, release: "soaking"
+    ground.play()
+    (canary,) = ground.state(id).offered
+    release = next(board for board in boards if board.name == canary).releases[0]
+    other = next(board for board in boards if board.name != canary)
+    assert release is not None
+    assert release.blob is not None
+    other.tell(release, "refused")
+    other.transfers.want(other.name, release.blob)
+    for _ in range(50):
+        ground.broker.now_s += 0.1
+        ground.broker.deliver()
+        ground.server.step(ground.broker.now_s)
+        for message in other.link.receive():
+            other.transfers.handle(wire.route(message.topic), message.payload, ground.broker.now_s)
+        other.transfers.step(ground.broker.now_s)
+    assert not other.depot.has(release.blob)
+    assert list(ground.state(id).heard) == [canary]
+
+
+# -- the store ------------------------------------------------------------------------------------
+def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
+    """A done rollout's until all its boards have a later one; one that was undone has none."""
+    ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
+    digests = [ground.store.depot.put(each).sha256 for each in (MODEL, OTHER, b"bad")]
+    ground.deploy(MODEL, name="first")
+    assert ground.store.held() == {digests[0]}
+    ground.play(30.0)
+    ground.deploy(b"bad", name="bad")
+    assert ground.store.held() == {digests[0], digests[2]}
+    ground.play(30.0)
+    assert ground.state().status == "aborted"
+    ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    assert ground.state().status == "done"
+    assert ground.store.held() == {digests[1]}
+
+
+def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
+    """Blobs are kept meanwhile."""
+    ground.fleet(2)
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    ground.store._db.execute("update rollout_facts set at = at + 1 where seq = 2")
+    ground.restart()
+    second = ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    assert ground.state(second).status == "done"
+    assert f"the log of {first} in" in caplog.text
+    assert ground.store.unsound() == [first]
+    with pytest.raises(StoreError, match="is damaged: fact 2"):
+        ground.store.rollouts.find(first)
+
+
+# -- kills ----------------------------------------------------------------------------------------
+class Doomed:
+    """A coordinator's computer: its process ends at one of its calls to the disk or the broker."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        self.platter = Platter("/coordinator", folder)
+        self.calls, self.at, self.dead = 0, at, False
+
+    def __call__(self, what: str, where: object) -> OSError | None:
+        self.calls += 1
+        if self.dead or self.calls == self.at:
+            self.dead = True
+            raise Crash
+        return None
+
+    def disk(self) -> SimDisk:
+        return SimDisk(self.platter, self)
+
+
+def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable[[Ground], None]) -> Ground:
+    """A rollout whose coordinator ends at a call, and is started again."""
+    (folder / "databases").mkdir(parents=True)
+    doomed = Doomed(folder / "databases", -1)
+    ground = Ground(folder, doomed.disk(), Path("/coordinator"))
+    ground.fleet(6, judge)
+    ground.deploy(name="new", patience_s=60.0, phases=(0.5, 1.0))
+    doomed.calls, doomed.at = 0, at
+    ground.calls = doomed  # type: ignore[attr-defined]
+
+    def mortal() -> None:
+        publish = ground.link.publish
+        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)  # type: ignore[method-assign, func-returns-value]
+
+    mortal()
+    while True:
+        try:
+            steps(ground)
+            return ground
+        except Crash:
+            ground.broker.lose(ground.link)
+            doomed.dead = False
+            ground.disk.end()  # type: ignore[attr-defined]
+            doomed.platter.power_fails(random.Random(at)) if power else doomed.platter.processes_end()
+            ground.disk = doomed.disk()
+            ground.start()
+            mortal()
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
+    """All boards have it in the end, each was offered it once, and none swapped it twice."""
+    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+    assert calls > 60
+    for at in range(1, calls, 5):
+        ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
+        state = ground.state()
+        assert state.status == "done", at
+        assert len(ground.having()) == 6
+        offered = [fact.devices for _, _, fact in ground.store.rollouts.facts(state.id) if isinstance(fact, Offered)]
+        assert sorted(sum(offered, ())) == sorted(state.offered)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
+    tmp_path: Path, power: bool
+) -> None:
+    """It is aborted, and nobody runs it in the end."""
+    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+    for at in range(1, calls, 3):
+        ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
+        assert ground.state().status == "aborted", at
+        assert len(ground.ever()) == 1
+        assert ground.having() == []
+        facts = ground.store.rollouts.facts(ground.state().id)
+        assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
+
+
+def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
+    """Also settings of any kind."""
+    plan = Plan(
+        "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.Limits(min_gain=0.0)
+    )
+    id = ground.store.rollouts.add(plan)
+    ground.restart()
+    assert ground.state(id).plan == plan

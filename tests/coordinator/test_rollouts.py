@@ -1,0 +1,255 @@
+"""Rollouts as pure functions: which boards come next, whom they wait for, and what a board is to have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedquilt import wire
+from fedquilt.coordinator.rollouts import (
+    ALLOWED,
+    LONGEST_S,
+    Aborted,
+    AnyFact,
+    Begun,
+    Done,
+    Heard,
+    Offered,
+    Passed,
+    Plan,
+    RolledBack,
+    Rollout,
+    Seen,
+    apply,
+    chosen,
+    decide,
+    release,
+    told,
+)
+from fedquilt.core import BlobRef, JobError
+
+BLOB = BlobRef(sha256="a" * 64, size=1)
+
+
+def names(count: int) -> list[str]:
+    return [f"b-{number:03d}" for number in range(count)]
+
+
+def state(*facts: AnyFact, **plan: Any) -> Rollout:
+    """A rollout with serial 7 after some facts."""
+    found = apply(Rollout("r", Plan(**{"kind": "model", "name": "n", "blob": BLOB, **plan})), Begun(7))
+    for fact in facts:
+        found = apply(found, fact)
+    return found
+
+
+def there(devices: list[str], since_s: float = 0.0) -> dict[str, Seen]:
+    return {device: Seen(True, since_s) for device in devices}
+
+
+def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> wire.Installed:
+    return wire.Installed(**{"rollout": rollout, "kind": "model", "serial": serial, "phase": phase, **changes})
+
+
+@pytest.mark.parametrize(
+    ("count", "canary", "wanted"), [(200, 0.05, 10), (199, 0.05, 9), (8, 0.05, 1), (1, 0.05, 1), (10, 0.3, 3)]
+)
+def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
+    """Of those that are there; one at least."""
+    fact = decide(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
+    assert isinstance(fact, Offered)
+    assert len(fact.devices) == wanted
+
+
+def test_boards_are_drawn_by_the_rollouts_id() -> None:
+    """The same after a restart, whatever the order in which boards are known; another rollout draws others."""
+    fleet = there(names(100))
+    once, other = state(), Rollout("other", state().plan, "running", 7)
+    assert chosen(once, fleet) == chosen(once, dict(reversed(fleet.items())))
+    assert chosen(once, fleet) != chosen(other, fleet)
+    assert chosen(once, fleet) != tuple(names(5))
+
+
+def test_a_canary_waits_for_a_board_that_is_there() -> None:
+    """Boards that are away are none."""
+    fleet = {name: Seen(False, 0.0) for name in names(10)}
+    assert decide(state(), fleet, 1e9, 8) is None
+    assert decide(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
+
+
+def test_a_step_that_has_nobody_left_is_passed() -> None:
+    """With one board the canary is the fleet."""
+    alone = there(["a"])
+    now = state(Offered(0, ("a",)), Heard("a", 7, "committed"))
+    for fact in (Passed(0), Passed(1), Passed(2), Done()):
+        assert decide(now, alone, 0.0, 8) == fact
+        now = apply(now, fact)
+    assert now.status == "done"
+    assert decide(now, alone, 0.0, 8) is None
+
+
+def test_the_last_step_takes_boards_that_are_away() -> None:
+    """They join later, and hold nobody up for longer than their patience."""
+    fleet = {**there(["a", "b"]), "away": Seen(False, 0.0)}
+    now = state(Offered(0, ("a",)), Heard("a", 7, "committed"), Passed(0), canary=0.5, phases=(1.0,), patience_s=60.0)
+    assert decide(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
+    now = apply(apply(now, Offered(1, ("away", "b"))), Heard("b", 7, "committed"))
+    assert decide(now, fleet, 59.0, 8) is None
+    assert decide(now, fleet, 61.0, 8) == Passed(1, ("away",))
+
+
+@pytest.mark.parametrize("phase", ["waiting", "fetching", "checking", "soaking"])
+def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None:
+    """For its window, say; nothing passes before."""
+    fleet = there(["a", "b", "c", "d"])
+    both = Offered(0, ("a", "b")), Heard("a", 7, "committed"), Heard("b", 7, phase)
+    now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
+    assert decide(now, fleet, LONGEST_S, 8) is None
+    assert decide(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
+
+
+def test_nothing_passes_before_anybody_has_answered() -> None:
+    """Whatever the patience: nobody knows yet whether it is good."""
+    fleet = {name: Seen(False, 0.0) for name in names(4)}
+    assert decide(state(Offered(0, ("b-000",)), patience_s=1.0), fleet, 1e9, 8) is None
+
+
+@pytest.mark.parametrize("failure", ["refused", "returned"])
+def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
+    """With 20 in the canary two are a tenth, and three are more."""
+    devices = names(400)
+    now = state(Offered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
+    for device in devices[:2]:
+        now = apply(now, Heard(device, 7, failure, "worse"))
+    assert decide(now, there(devices), 0.0, 8) is None
+    fact = decide(apply(now, Heard(devices[2], 7, failure, "worse")), there(devices), 0.0, 8)
+    assert fact == Aborted(f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)", 8)
+
+
+def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
+    """Two of ten failed and eight said nothing: that is all of them."""
+    devices = names(200)
+    now = state(Offered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
+    for device in devices[:2]:
+        now = apply(now, Heard(device, 7, "refused"))
+    assert isinstance(decide(now, {name: Seen(False, 0.0) for name in devices}, 11.0, 8), Aborted)
+
+
+@given(
+    st.lists(st.sampled_from(["committed", "refused", "returned", "soaking", "waiting", ""]), min_size=1, max_size=30)
+)
+def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
+    """Whatever the order in which boards end, and whoever falls silent."""
+    devices = names(len(phases))
+    now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
+    for device, phase in zip(devices, phases, strict=True):
+        now = apply(now, Heard(device, 7, phase)) if phase else now  # type: ignore[arg-type]
+    fact = decide(now, {name: Seen(False, 0.0) for name in devices}, 1e6, 8)
+    failed = sum(phase in ("refused", "returned", "soaking") for phase in phases)
+    ended = sum(phase not in ("waiting", "") for phase in phases)
+    if isinstance(fact, Passed):
+        assert failed <= 0.2 * ended
+        assert ended
+    elif fact is None:
+        assert not any(phase in ("committed", "refused", "returned") for phase in phases)
+    else:
+        assert isinstance(fact, Aborted)
+        assert failed > 0.2 * ended
+
+
+def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
+    """The last phase says whether it is for all."""
+    rest: tuple[AnyFact, ...] = (
+        Offered(0, ("a",)),
+        Heard("a", 7, "committed"),
+        Passed(0),
+        Passed(1),
+        Passed(2),
+        Done(),
+    )
+    assert decide(state(*rest), there(["a", "new"]), 0.0, 8) == Offered(2, ("new",))
+    some = (*rest[:3], Passed(1), Done())
+    assert decide(state(*some, phases=(0.25,)), there(["a", "new"]), 0.0, 8) is None
+
+
+# -- what boards say, and are to have -------------------------------------------------------------
+def test_what_a_board_says_is_noted_once() -> None:
+    """It says it again after each connecting; numbers that are none of ours, or not finite, are dropped."""
+    now = state(Offered(0, ("a",)))
+    said = message("soaking", metrics={"accuracy": 0.9, "latency_s": float("inf"), "mine": 1.0}, reason="r")
+    fact = told(now, "a", said)
+    assert fact == Heard("a", 7, "soaking", "r", {"accuracy": 0.9})
+    assert told(apply(now, fact), "a", said) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("b", message("committed")),
+        ("a", message("committed", kind="agent")),
+        ("a", message("committed", serial=6)),
+        ("a", message("committed", serial=6, rollout="before")),
+    ],
+)
+def test_what_is_of_something_else_is_no_fact(device: str, said: wire.Installed) -> None:
+    """Of a board that was not offered it, another kind, or an earlier release."""
+    assert told(state(Offered(0, ("a",))), device, said) is None
+
+
+def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
+    """This one is old news to the board, and would be waited for in vain."""
+    fact = told(state(Offered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
+    assert fact is not None
+    assert (fact.serial, fact.phase) == (7, "refused")
+    assert "release 9 of other, and this is 7" in fact.reason
+
+
+@pytest.mark.parametrize(
+    ("heard", "back"),
+    [((), True), (("waiting",), True), (("soaking",), True), (("committed",), True), (("refused",), False)],
+)
+@pytest.mark.parametrize("ends", [Aborted("why", 9), RolledBack(9)])
+def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, ends: AnyFact) -> None:
+    """One that has refused it, or has returned, has nothing to return from."""
+    facts = [Offered(0, ("a",)), *(Heard("a", 7, phase) for phase in heard)]
+    facts += [Passed(0), Done(), ends] if isinstance(ends, RolledBack) else [ends]
+    now = state(*facts)
+    sent = release(now, "a")
+    if not back:
+        assert sent is None
+        assert now.phase("a") == "refused"
+        return
+    assert sent == wire.Release(rollout="r", kind="model", serial=9, name="n", back=True)
+    assert now.phase("a") == ""
+    assert apply(now, Heard("a", 9, "returned")).phase("a") == "returned"
+
+
+def test_who_was_not_offered_it_is_sent_nothing() -> None:
+    """Whatever the state."""
+    assert release(state(Offered(0, ("a",))), "b") is None
+
+
+def test_facts_that_cannot_follow_are_refused() -> None:
+    """A log with one was not written by these rules."""
+    facts: Mapping[type, AnyFact] = {
+        Begun: Begun(8),
+        Offered: Offered(0, ("a",)),
+        Heard: Heard("a", 7, "waiting"),
+        Passed: Passed(0),
+        Done: Done(),
+        Aborted: Aborted("", 9),
+        RolledBack: RolledBack(9),
+    }
+    assert facts.keys() == ALLOWED.keys()
+    for kind, allowed in ALLOWED.items():
+        for status in ("queued", "running", "done", "aborted", "rolled back"):
+            now = Rollout("r", Plan("model", "n"), status)  # type: ignore[arg-type]
+            if status in allowed:
+                apply(now, facts[kind])
+            else:
+                with pytest.raises(JobError, match=f"cannot follow in r, which is {status}"):
+                    apply(now, facts[kind])

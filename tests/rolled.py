@@ -1,0 +1,204 @@
+"""Boards that do with releases what a test says, a coordinator that rolls out to them, and virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.rollouts import AnyFact, Plan, Rollout
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, Profile
+from fedquilt.disk import PRIVATE, Disk
+from fedquilt.transport.link import MemoryBroker
+
+TOPICS = wire.Topics("f")
+MODEL, OTHER = b"a model" * 1000, b"another model" * 1000
+Judge = Callable[[str, wire.Release], str]
+"""What a board comes to with a release that it was sent: committed, refused, returned, or a phase that it stays in."""
+
+
+def good(device: str, release: wire.Release) -> str:
+    """Every board is content."""
+    return "committed"
+
+
+class Board:
+    """A board by hand, which fetches what it is sent and says how it ends; what it runs survives its going."""
+
+    def __init__(
+        self, broker: MemoryBroker, name: str, folder: Path, judge: Judge, labels: tuple[str, ...] = ()
+    ) -> None:
+        self.name, self.broker, self.judge, self.labels = name, broker, judge, labels
+        self.depot = Depot(folder, durable=False)
+        self.serial, self.runs, self.before = 0, "", ""  # of the last release, blobs
+        self.had: set[str] = set()  # blobs that it has ever run
+        self.releases: list[wire.Release | None] = []
+        self.boots = 0
+        self.link: Any = None
+
+    def come(self) -> None:
+        """Connect, as an agent that has just begun."""
+        self.boots += 1
+        will = (
+            TOPICS.device(self.name, "up", "presence"),
+            wire.encode(wire.Presence(online=False, boot=str(self.boots))),
+        )
+        self.link = self.broker.connect(will)
+        self.transfers = Transfers(self.link, self.depot, TOPICS, "up", lambda device, sha256: True)
+        self.wanted: wire.Release | None = None
+        self.link.subscribe(TOPICS.for_device(self.name))
+        self.say("presence", wire.Presence(online=True, boot=str(self.boots)), retain=True)
+        profile = Profile(
+            device=self.name,
+            board="hand",
+            memory_bytes=1 << 30,
+            budget_bytes=1 << 29,
+            engines=("numpy",),
+            versions={},
+            labels=self.labels,
+        )
+        self.say("profile", profile, retain=True)
+
+    def go(self) -> None:
+        """Be cut off."""
+        self.broker.lose(self.link)
+        self.link = None
+
+    def say(self, leaf: str, message: Any, retain: bool = False) -> None:
+        self.link.publish(TOPICS.device(self.name, "up", leaf), wire.encode(message), retain=retain)
+
+    def tell(self, release: wire.Release, phase: Any, reason: str = "") -> None:
+        self.say(
+            "installed",
+            wire.Installed(
+                rollout=release.rollout,
+                kind=release.kind,
+                serial=release.serial,
+                phase=phase,
+                current=self.runs,
+                reason=reason,
+            ),
+        )
+
+    def step(self, now_s: float) -> None:
+        if self.link is None:
+            return
+        for message in self.link.receive():
+            route = wire.route(message.topic)
+            if self.transfers.handle(route, message.payload, now_s):
+                continue
+            if route.leaf == "model":
+                self.take(wire.decode(message.payload, wire.Release) if message.payload else None)
+        self.transfers.step(now_s)
+        for _, _, error in self.transfers.take_done():
+            assert error is None, error
+            self.check()
+
+    def take(self, release: wire.Release | None) -> None:
+        self.releases.append(release)
+        if release is None or release.serial < self.serial:
+            return
+        if release.back:
+            if release.serial > self.serial and self.runs and self.wanted is None:
+                self.runs, self.before = self.before, ""
+            self.serial, self.wanted = release.serial, None
+            return self.tell(release, "returned", "asked to")
+        again, self.serial = release.serial == self.serial, release.serial
+        assert release.blob is not None
+        if again and self.depot.has(release.blob):
+            return self.end(release)
+        self.wanted = release
+        self.tell(release, "fetching")
+        self.transfers.want(self.name, release.blob)
+
+    def check(self) -> None:
+        release, self.wanted = self.wanted, None
+        if release is not None:
+            self.tell(release, "checking")
+            self.end(release)
+
+    def end(self, release: wire.Release) -> None:
+        """Say how it ends."""
+        assert release.blob is not None
+        ends = self.judge(self.name, release)
+        if ends in ("committed", "soaking", "returned") and self.runs != release.blob.sha256:
+            self.runs, self.before = release.blob.sha256, self.runs
+            self.had.add(self.runs)
+            self.tell(release, "soaking")
+        if ends == "returned":
+            self.runs, self.before = self.before, ""
+        if ends != "soaking":
+            self.tell(release, ends, "" if ends == "committed" else "by this test")
+
+
+class Ground:
+    """A home with rollouts, its coordinator, boards, and time that the test moves on."""
+
+    def __init__(self, folder: Path, disk: Disk = PRIVATE, home: Path | None = None) -> None:
+        self.folder, self.disk, self.home = folder, disk, home or folder / "home"
+        self.broker = MemoryBroker()
+        self.boards: list[Board] = []
+        self.facts: list[tuple[str, AnyFact]] = []
+        self.start()
+
+    def start(self) -> None:
+        """A coordinator process begins."""
+        self.store = Store(self.home, disk=self.disk)
+        will = (TOPICS.coord, wire.encode(wire.CoordState(online=False)))
+        self.link = self.broker.connect(will)
+        self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
+        self.server = Server(
+            self.executor, self.store, tell=lambda rollout, fact: self.facts.append((rollout.id, fact))
+        )
+
+    def restart(self) -> None:
+        """It dies, and another begins on the same folder."""
+        self.broker.lose(self.link)
+        self.store.close()
+        self.start()
+
+    def fleet(self, count: int, judge: Judge = good, away: int = 0, **options: Any) -> list[Board]:
+        """So many more boards, of which the last ones have not come yet."""
+        new = [
+            Board(self.broker, f"b-{number:03d}", self.folder / "boards" / f"{number}", judge, **options)
+            for number in range(len(self.boards), len(self.boards) + count)
+        ]
+        self.boards += new
+        for board in new[: count - away]:
+            board.come()
+        return new
+
+    def deploy(self, payload: bytes = MODEL, **changes: Any) -> str:
+        """Queue a rollout of a model."""
+        blob: BlobRef = self.store.depot.put(payload)
+        return self.store.rollouts.add(Plan(**{"kind": "model", "name": "digits", "blob": blob, **changes}))
+
+    def play(self, seconds: float = 10.0) -> None:
+        """Let virtual time pass in steps of 0.1 s."""
+        until = self.broker.now_s + seconds
+        while self.broker.now_s < until:
+            self.broker.now_s += 0.1
+            self.broker.deliver()
+            self.server.step(self.broker.now_s)
+            for board in self.boards:
+                board.step(self.broker.now_s)
+
+    def state(self, id: str = "") -> Rollout:
+        """A rollout as the database has it."""
+        return self.store.rollouts.find(id).state
+
+    def having(self, blob: bytes = MODEL) -> list[str]:
+        """Boards that run this."""
+        sha256 = self.store.depot.put(blob).sha256
+        return [board.name for board in self.boards if board.runs == sha256]
+
+    def ever(self, blob: bytes = MODEL) -> list[str]:
+        """Boards that have ever run this."""
+        sha256 = self.store.depot.put(blob).sha256
+        return [board.name for board in self.boards if sha256 in board.had]

@@ -1,0 +1,67 @@
+// One rollout: how far its boards are, why some do not have it, and what happened; whoever may ends it or takes it back.
+import { boardLink, day, h, metric, percent, since, sync, table, tile } from "./dom.js";
+import { boards } from "./rollouts.js";
+import { status } from "./runs.js";
+
+const TITLES = { abort: "End this rollout", rollback: "Take this rollout back" };
+
+export function page(place, { name, again, ask, session, say }) {
+  const head = h("p", { class: "soft" }), tiles = h("dl", { class: "tiles" }), why = h("p", { class: "notice bad", hidden: true });
+  const buttons = h("p", { class: "buttons", hidden: true }), counts = h("div"), more = h("p", { class: "none", hidden: true });
+  const { made: list, body } = table("boards of this rollout", [{ text: "Board" }, { text: "Step" }, { text: "How far" }, { text: "Accuracy", class: "number" }, { text: "Answer", class: "number" }, { text: "Why" }], "cards");
+  const { made: log, body: lines } = table("what happened", [{ text: "When" }, { text: "What" }], "cards");
+  place.append(
+    h("p", { class: "crumbs" }, h("a", { href: "/rollouts" }, "Rollouts")), h("h1", {}, name), head, buttons, why, tiles,
+    h("section", {}, h("h2", {}, "Boards"), counts, list, more),
+    h("section", {}, h("h2", {}, "What happened"), log));
+
+  async function show() {
+    const told = await ask(`/api/rollouts/${encodeURIComponent(name)}`);
+    head.replaceChildren(status(told.status), ` ${told.kind} ${told.name} · for ${told.select.join(" ") || "all boards"}${told.submitter ? ` · by ${told.submitter}` : ""}`,
+      told.wish ? ` · ${told.wish === "abort" ? "its end" : "its return"} is asked for` : "");
+    why.hidden = !told.reason;
+    why.textContent = told.reason;
+    tiles.replaceChildren(tile("step", told.now), tile("boards that were offered it", String(told.offered)), tile("begun", since(told.created, "", " ago")),
+      ...Object.entries(told.limits).map(([what, limit]) => tile(what, limit)));
+    steer(told);
+    counts.replaceChildren(told.offered ? boards(told.counts) : "No board has been offered it yet.");
+    list.hidden = !told.boards.length;
+    sync(body, told.boards, (each) => each.device, row);
+    more.hidden = !told.more;
+    more.textContent = `and ${told.more} more; \`fedquilt rollouts ${name} --format json\` has them all`;
+    sync(lines, told.steps, (each) => `${each.at} ${each.text}`, (each) => h("tr", {}, h("th", { scope: "row" }, day(each.at)), h("td", { class: "words" }, each.text)));
+  }
+
+  function row(each) {
+    const measured = each.metrics, td = (title, className, ...children) => h("td", { "data-head": title, class: className }, ...children);
+    const gain = measured.accuracy !== undefined && measured.accuracy_before !== undefined ? ` (before ${percent(measured.accuracy_before, 1)})` : "";
+    return h("tr", {}, h("th", { scope: "row" }, boardLink(each.device)), td("Step", "", each.step ? `phase ${each.step}` : "canary"), td("How far", "", status(each.phase)),
+      td("Accuracy", "number", measured.accuracy === undefined ? "–" : `${metric({ share: true }, measured.accuracy)}${gain}`),
+      td("Answer", "number", measured.latency_s === undefined ? "–" : `${(1000 * measured.latency_s).toPrecision(3)} ms`), td("Why", "words", each.reason));
+  }
+
+  function steer(told) {
+    const may = session.proof !== null;
+    buttons.hidden = !session.actions;
+    if (!session.actions) return;
+    const can = { abort: ["queued", "running"].includes(told.status), rollback: told.status === "done" };
+    const text = JSON.stringify([may, can]);
+    if (buttons.text === text) return;
+    buttons.text = text;
+    buttons.replaceChildren(...Object.keys(TITLES).filter((what) => can[what]).map((what) => h("button", { type: "button", disabled: !may, onclick: () => act(what) }, TITLES[what])),
+      may ? "" : h("small", {}, "To end rollouts, open the address that `fedquilt dash --actions` printed."));
+  }
+
+  async function act(what) {
+    if (!confirm(`${TITLES[what]}: ${name}? Boards that have it return to what they ran before.`)) return;
+    try {
+      const told = await ask(`/api/rollouts/${encodeURIComponent(name)}/${what}`, { method: "POST", headers: { "x-fedquilt-proof": session.proof } });
+      say(told.said);
+    } catch (problem) {
+      say(problem.message, true);
+    }
+    again();
+  }
+
+  return { show, wants: ["runs"], allowed: () => { buttons.text = ""; again(); }, gone: () => { buttons.hidden = true; } };
+}
