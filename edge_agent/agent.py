@@ -133,6 +133,18 @@ class Agent:
         telemetry_s = self._telemetry_s + self.settings.telemetry_s
         return min(due_s, self.duty.due_s(now_s), release_s, telemetry_s, self._tell_s)
 
+    def take(self, settings: AgentSettings) -> None:
+        """Go on with other settings: budget (of later tasks), labels, governor and the interval of telemetry.
+
+        Raises:
+            JobError: a size or a label that is none.
+        """
+        self._means = means_of.of(settings, self._board.memory_bytes)
+        self.settings = settings
+        self.duty.take(self._means, settings.governor.rule())
+        self._profile = messages.profile(self.device, self._board, self._means)
+        self.publish("profile", self._profile, retain=True)
+
     def goodbye(self) -> None:
         """End the task in hand and announce that the device goes; the outbox stays."""
         self.duty.stop()

@@ -63,6 +63,7 @@ class Models(Kind):
         settings: of the agent.
         board: whose meter tells the joules of an answer.
         worker: carries checks out, one at a time.
+        budget_bytes: most that a check may hold resident, now; None: as in the settings.
         disk: where the models are.
         examine: checks a graph's file before anything runs it.
         clock: seconds that pass.
@@ -73,6 +74,7 @@ class Models(Kind):
         settings: AgentSettings,
         board: Device,
         worker: ChildWorker,
+        budget_bytes: Callable[[], int] | None = None,
         disk: Disk = REAL,
         *,
         examine: Callable[[Path], object] = graph_check.of_file,
@@ -82,6 +84,7 @@ class Models(Kind):
         self.runner = Runner(self.folder, disk, clock)
         self._settings, self._board, self._worker, self._disk = settings, board, worker, disk
         self._examine, self._clock = examine, clock
+        self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
         self._known: dict[str, str] = {}  # folder -> the model (sha256) in it
@@ -179,7 +182,7 @@ class Models(Kind):
         order = CheckOrder(
             model=str(self.folder / release.blob.sha256[:16] / MODEL),
             before=None if before is None or not self._model(before) else str(self.folder / before / MODEL),
-            budget_bytes=self._settings.budget_bytes(self._board.memory_bytes),
+            budget_bytes=self._budget_bytes(),
             data=self._settings.data,
             plugins=self._settings.plugins,
             timed_s=METERED_S if _metered(self._board, now_s) else TIMED_S,
