@@ -14,10 +14,13 @@ from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models, start
+from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.edge_agent.upgrade.central import SettingsKind
+from fedquilt.edge_agent.upgrade.kind import AgentKind, launched
 from fedquilt.transport import link as links
 
 log = logging.getLogger("fedquilt.agent")
@@ -52,8 +55,15 @@ def run_agent(settings: AgentSettings) -> None:
     cage, home = budget.Cage(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, confine.command(home), cage)
     checks = ChildWorker(0.0, start.command(home, models.folder(settings)), cage)
-    agent = Agent(link, settings, board, worker, boot, kinds={"model": models.Models(settings, board, checks)})
     stopped: list[int] = []
+    central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
+    deployed = models.Models(settings, board, checks, lambda: agent.settings.budget_bytes(board.memory_bytes))
+    kinds: dict[str, Kind] = {
+        "model": deployed,
+        "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),
+        "settings": central,
+    }
+    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds, runner=deployed.runner)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"

@@ -136,6 +136,11 @@ class Duty:
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
 
+    def take(self, means: events.Means, rule: Rule) -> None:
+        """Have other means from the next task on, and choose operating points by another rule at once."""
+        self.state = msgspec.structs.replace(self.state, means=means)
+        self._pacer.rule = rule
+
     @property
     def works(self) -> bool:
         """Whether a task runs."""

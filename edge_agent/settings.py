@@ -83,6 +83,21 @@ class ReleaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_temperature_c: Annotated[float, Meta(gt=0, le=150)] | None = 85.0  # likewise above; None: no limit
 
 
+class UpgradeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which versions of the agent may come over the air. See `fedquilt.edge_agent.upgrade.build`."""
+
+    unsigned: bool = False  # take bundles that no authority has signed
+    online_s: Annotated[float, Meta(ge=10, le=86400)] = 300.0  # for a new version to reach the broker
+
+
+class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far `fedquilt settings` may go. None: as far as this file. See `fedquilt.edge_agent.upgrade.central`."""
+
+    budget: str | None = None
+    max_w: Annotated[float, Meta(gt=0)] | None = None
+    telemetry_s: Annotated[float, Meta(gt=0)] = 1.0  # shortest interval
+
+
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where models that are deployed to this board lie, and what is done after an exchange."""
 
@@ -112,6 +127,8 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     governor: GovernorSettings = GovernorSettings()
     metrics: MetricsSettings = MetricsSettings()
     releases: ReleaseSettings = ReleaseSettings()
+    upgrade: UpgradeSettings = UpgradeSettings()
+    limits: LimitSettings = LimitSettings()
     models: ModelSettings = ModelSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
@@ -165,7 +182,11 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
             open_metrics.address(settings.metrics.listen)
     with config.naming("labels"):
         labels.parse(settings.labels)
-    for key, size in (("budget", settings.budget), ("cache", settings.cache)):
+    for key, size in (
+        ("budget", settings.budget),
+        ("cache", settings.cache),
+        ("[limits] budget", settings.limits.budget),
+    ):
         if size is not None:
             try:
                 size_bytes(size)

@@ -42,7 +42,7 @@ class Pacer:
     """Power management of one task on one board."""
 
     def __init__(self, board: Device, rule: governor.Rule) -> None:
-        self._board, self._rule = board, rule
+        self._board, self.rule = board, rule
         self._warned = ""
         self._clear()
 
@@ -103,8 +103,8 @@ class Pacer:
         seen = self._seen(self._done - self._before, None, now_s)
         left_s = self._left_s - self._spent_s - seen.seconds
         rest, board = self._work.part(1 - self._done), self._board
-        faster = governor.step_up(self._rule, board.points, seen, rest, left_s, board.idle_w, self._learned)
-        if faster is not None and not self._rule.too_hot(self._celsius):
+        faster = governor.step_up(self.rule, board.points, seen, rest, left_s, board.idle_w, self._learned)
+        if faster is not None and not self.rule.too_hot(self._celsius):
             self._close_stretch(self._done, now_s, now_s - self._began_s - self._told_s)
             self._hold(faster, now_s)
 
@@ -113,7 +113,7 @@ class Pacer:
         if self._ledger is not None and now_s >= self._sample_s:
             self._celsius = self._read(now_s).temperature_c
             self._sample_s = now_s + self._every_s
-            if self._held is not None and self._rule.too_hot(self._celsius):
+            if self._held is not None and self.rule.too_hot(self._celsius):
                 log.warning("clocks are released: the board is hotter than [governor] max_c, or tells no temperature")
                 self._try(self._board.release)
             self._look(now_s, now_s - self._began_s - self._told_s)
@@ -201,13 +201,13 @@ class Pacer:
 
     def _choose(self, now_s: float) -> None:
         board = self._board
-        if board.points and not self._rule.permitted(board.points):
+        if board.points and not self.rule.permitted(board.points):
             log.warning(
                 "the clocks are left to the board: no operating point is known to draw %g W or less (max_w)",
-                self._rule.max_w,
+                self.rule.max_w,
             )
-        point = governor.choose(self._rule, board.points, self._work, self._left_s, board.idle_w, self._learned)
-        self._hold(None if self._rule.too_hot(self._celsius) else point, now_s)
+        point = governor.choose(self.rule, board.points, self._work, self._left_s, board.idle_w, self._learned)
+        self._hold(None if self.rule.too_hot(self._celsius) else point, now_s)
 
     def _hold(self, point: OperatingPoint | None, now_s: float) -> None:
         if point is None:

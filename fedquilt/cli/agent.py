@@ -17,8 +17,9 @@ from fedquilt.cli.commands import argument, option, verb
     metavar="DIR",
     help="Folder with the broker's certificates and keys by their names, as systemd passes them.",
 )
+@option("--check", is_flag=True, help="Check whether this version could run here, with one small task, and end.")
 @options.log_format
-def agent(settings: Path, credentials: Path | None, log_format: str) -> None:
+def agent(settings: Path, credentials: Path | None, check: bool, log_format: str) -> None:
     """Run the agent of this board, with the settings in agent.toml."""
     from fedquilt.edge_agent import credentials as files
     from fedquilt.edge_agent import daemon
@@ -26,8 +27,12 @@ def agent(settings: Path, credentials: Path | None, log_format: str) -> None:
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
     found = files.taken(load(settings), credentials)
+    if check:
+        from fedquilt.tools.doctor import version
+
+        return version.check(found, settings)
     if log_format == "json":
         from fedquilt import logs
 
         logs.as_json(device=found.device)
-    daemon.run_agent(found)
+    return daemon.run_agent(found)

@@ -49,6 +49,14 @@ MANY = "Many boards"
     "--tar", type=options.PATH, metavar="FILE", help="Write an archive (default: fedquilt-DEVICE.tar).", group=WHERE
 )
 @option(
+    "--upgrade",
+    type=options.PATH,
+    metavar="FILE",
+    help="Write what `fedquilt upgrade` brings to boards of --target over the air; no SETTINGS are needed.",
+    group=WHERE,
+)
+@option("--whole", is_flag=True, help="With --upgrade: bring all packages, not fedquilt's own alone.")
+@option(
     "--ssh-option", multiple=True, metavar="OPTION", help="Option for ssh, such as --ssh-option=-p22; may be repeated."
 )
 @option(
@@ -103,7 +111,7 @@ MANY = "Many boards"
     type=options.FOLDER,
     metavar="DIR",
     default=Path("fedquilt-ca"),
-    help="Folder of the certificate authority that makes the tokens.",
+    help="Folder of the certificate authority that makes the tokens, and signs what --upgrade writes.",
     group=MANY,
 )
 @option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=MANY)
@@ -122,6 +130,8 @@ def flash(
     image: Path | None,
     ssh: str | None,
     tar: Path | None,
+    upgrade: Path | None,
+    whole: bool,
     out: Path | None,
     ssh_option: tuple[str, ...],
     dry_run: bool,
@@ -147,8 +157,8 @@ def flash(
     from fedquilt import progress
     from fedquilt.tools import flash as tool
 
-    options.exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar)
-    options.exclusive(boards=boards, rootfs=rootfs, ssh=ssh, tar=tar)
+    options.exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar, upgrade=upgrade)
+    options.exclusive(boards=boards, rootfs=rootfs, ssh=ssh, tar=tar, upgrade=upgrade)
     options.exclusive(boards=boards, token=token)
     where = tool.Where(rootfs, image, out, ssh, tar, ssh_option, dry_run)
     if uninstall:
@@ -158,11 +168,13 @@ def flash(
         raise JobError("--purge goes with --uninstall")
     if role == "coordinator" and (boards is not None or token is not None or device is not None):
         raise JobError("--role coordinator goes with none of --boards, --token and --device")
-    if settings is None or (target is None and boards is None):
+    if upgrade is not None and (settings is not None or target is None or role != "agent"):
+        raise JobError("--upgrade needs a --target, and no SETTINGS: boards keep theirs")
+    if upgrade is None and (settings is None or (target is None and boards is None)):
         raise JobError("flash needs a --target and the board's agent.toml; docs/boards.md shows one")
     what = tool.What(
         target=target or "",
-        settings=settings,
+        settings=settings or Path(),
         device=device,
         token=token,
         extras=tuple(filter(None, extras)),
@@ -176,6 +188,10 @@ def flash(
         own_python=own_python,
         role=role,
     )
+    if upgrade is not None:
+        with progress.during(f"collecting what {upgrade} takes"):
+            tool.upgrade(what, upgrade, authority, whole=whole, say=progress.LINE.aside)
+        return
     if boards is None:
         with progress.during(f"flashing {device or settings}"):
             tool.flash(what, where, progress.LINE.aside)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedquilt.core import JobError
-from fedquilt.tools.flash import bundle, coordinator, image, install, targets, wheels
+from fedquilt.tools.flash import bundle, coordinator, image, install, over_the_air, targets, wheels
 from fedquilt.tools.flash.coordinator import Coordinator
 from fedquilt.tools.flash.remote import TOP, Host
 
@@ -40,7 +40,7 @@ class What:
     """One board's bundle. See `bundle.board`, `targets.find`, `wheels.house`."""
 
     target: str
-    settings: Path
+    settings: Path = Path()  # none for an upgrade
     device: str | None = None
     budget: str | None = None
     labels: tuple[str, ...] | None = None
@@ -132,7 +132,9 @@ def _brings(what: What, target: targets.Target) -> bool:
 
 def _files(what: What, target: targets.Target, board: bundle.Board | Coordinator, say: Say) -> dict[str, bytes | Path]:
     """The bundle's files, with the wheels that are missing here downloaded."""
-    needed = board.extras if isinstance(board, Coordinator) else ["identity"] * board.enrols
+    needed = (
+        board.extras if isinstance(board, Coordinator) else ["identity"] * (board.enrols or "ca.crt" in board.files)
+    )
     extras = sorted({*what.extras, *needed})
     cache = what.wheels or _cache()
     house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
@@ -142,6 +144,19 @@ def _files(what: What, target: targets.Target, board: bundle.Board | Coordinator
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")
     return files
+
+
+def upgrade(what: What, out: Path, authority: Path, *, whole: bool = False, say: Say = print) -> None:
+    """Write the bundle of an upgrade over the air, for every board of a target. `what`: without settings.
+
+    Raises:
+        JobError: a target, extra or index that cannot be used.
+        StoreError: it cannot be written.
+    """
+    target = targets.find(what.target, what.python, what.interpreter)
+    cache, extras = what.wheels or _cache(), sorted({*what.extras, "identity"})
+    house, _ = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
+    over_the_air.make(house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say)
 
 
 def take_out(where: Where, *, purge: bool = False, say: Say = print) -> None:

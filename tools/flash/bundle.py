@@ -1,6 +1,6 @@
 """A bundle: one folder, or tar archive, with all that a board needs. Nothing is fetched when it is installed.
 
-bundle.json  install.sh  install.py  sysusers.conf  requirements.txt
+bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf  requirements.txt
 python.tar, if the board's own Python is too old
 wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
 """
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import fedquilt
-from fedquilt import config, profiles
+from fedquilt import config, environment, profiles
 from fedquilt.core import JobError
 from fedquilt.disk import doing
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.clocks.helper import HOTTEST_C
+from fedquilt.edge_agent.upgrade import launch
 from fedquilt.tools.flash import coordinator, install, wheels
 from fedquilt.tools.flash.coordinator import Coordinator
 from fedquilt.tools.flash.targets import Target
@@ -224,11 +225,13 @@ def contents(
     files |= {f"etc/{name}": data for name, data in board.files.items()}
     files |= {f"units/{name}": data for name, data in units(board, target.systemd).items()}
     files["requirements.txt"] = lock.encode()
-    files["sysusers.conf"] = (HERE / "sysusers.conf").read_bytes()
-    files["install.py"] = (HERE / "install.py").read_bytes()
+    programs = {"sysusers.conf": HERE / "sysusers.conf", "install.py": HERE / "install.py"}
+    programs |= {"environment.py": Path(environment.__file__), "launch.py": Path(launch.__file__)}
+    files |= {name: path.read_bytes() for name, path in programs.items()}
     script = fill((HERE / "install.sh").read_text(encoding="utf-8"), {"INTERPRETER": target.interpreter})
     files["install.sh"] = script.encode()
-    names = (*sorted(digests.items()), target.interpreter, system_packages, files["install.py"], files["sysusers.conf"])
+    brings = [files[name] for name in install.BROUGHT]
+    names = (*sorted(digests.items()), target.interpreter, system_packages, *brings)
     manifest = {
         "format": install.FORMAT,
         "id": hashlib.sha256(repr(names).encode()).hexdigest()[:12],
@@ -241,7 +244,7 @@ def contents(
         "system_packages": system_packages,
         "wheels": [path.name for path in house],
         "own_python": own_python is not None,
-        "unpacked_bytes": sum(_unpacked(path) for path in house) + sum(one.stat().st_size for one in brought.values()),
+        "unpacked_bytes": sum(map(unpacked_bytes, house)) + sum(one.stat().st_size for one in brought.values()),
         "secret": sorted(SECRET & set(files)),
         "files": {name: _digest(name, data, digests) for name, data in sorted(files.items())},
     }
@@ -253,7 +256,8 @@ def _digest(name: str, data: bytes | Path, digests: Mapping[str, str]) -> str:
     return hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else digests[name.removeprefix("wheels/")]
 
 
-def _unpacked(path: Path) -> int:
+def unpacked_bytes(path: Path) -> int:
+    """Bytes of all files in a wheel."""
     with zipfile.ZipFile(path) as archive:
         return sum(entry.file_size for entry in archive.infolist())
 

@@ -6,6 +6,7 @@ an archive, and a virtual environment a few links. Everything is in folders of f
     /opt/fedquilt/ID/       Python packages, ID made of what is in them; `current` is a link to one
     /etc/fedquilt/          agent.toml, what its broker asks for, the board's identity
     /etc/systemd/system/    fedquilt-*.service, fedquilt-enrol.timer
+    /var/lib/fedquilt-agent/  versions of the agent that came over the air; launch.py starts the one in use
 
 A second time it changes nothing. What somebody has edited on the board is kept beside the new file as NAME.old.
 """
@@ -13,7 +14,6 @@ A second time it changes nothing. What somebody has edited on the board is kept 
 from __future__ import annotations
 
 import argparse
-import compileall
 import hashlib
 import json
 import os
@@ -22,19 +22,24 @@ import struct
 import subprocess
 import sys
 import tarfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from fedquilt import environment
+else:
+    import environment  # on a board it lies beside this file
 
 OPT, ETC, UNITS, STATE = (
     "opt/fedquilt",
     "etc/fedquilt",
     "etc/systemd/system",
-    ("var/lib/fedquilt", "var/lib/fedquilt-clocks", "var/lib/fedquilt-ca"),
+    ("var/lib/fedquilt", "var/lib/fedquilt-agent", "var/lib/fedquilt-clocks", "var/lib/fedquilt-ca"),
 )
 WANTS = {".service": f"{UNITS}/multi-user.target.wants", ".timer": f"{UNITS}/timers.target.wants"}
 INSTALLED = f"{OPT}/installed.json"
+BROUGHT = ("install.py", "environment.py", "launch.py", "sysusers.conf")  # files of a bundle that stay on the board
 MACHINES = {0xB7: "aarch64", 0x3E: "x86_64", 0x28: "armv7l", 0x03: "i686"}  # e_machine, elf(5)
 FORMAT = 1
 
@@ -250,52 +255,24 @@ def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
     """A virtual environment by hand: so it can be made for a board whose Python does not run here."""
     new = home.with_name(home.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
-    packages = new / "lib" / f"python{manifest['python']}" / "site-packages"
-    packages.mkdir(parents=True)
-    for name in manifest["wheels"]:
-        with zipfile.ZipFile(bundle / "wheels" / name) as archive:
-            for entry in archive.infolist():
-                inside = PurePosixPath(entry.filename)
-                if inside.is_absolute() or ".." in inside.parts:
-                    raise Refused(f"{name} would write to {entry.filename}")
-                if inside.parts[0].endswith(".data"):  # scripts, headers: a library path is what is meant here
-                    if inside.parts[1] not in ("purelib", "platlib"):
-                        continue
-                    inside = PurePosixPath(*inside.parts[2:])
-                if not entry.is_dir():
-                    target = packages / inside
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    with archive.open(entry) as source, target.open("wb") as file:
-                        shutil.copyfileobj(source, file, 1 << 20)
-    python = manifest["interpreter"]
+    wheels = [(name, bundle / "wheels" / name) for name in manifest["wheels"]]
+    try:
+        environment.unpack(wheels, environment.packages(new, manifest["python"]), manifest["unpacked_bytes"])
+    except environment.Odd as error:
+        raise Refused(str(error)) from None
     if manifest.get("own_python"):
         with tarfile.open(bundle / "python.tar") as packed:
             if odd := [one for one in packed.getnames() if one.split("/")[0] != "python" or ".." in one.split("/")]:
                 raise Refused(f"python.tar would write to {odd[0]}")
             packed.extractall(new)  # noqa: S202 (its names are looked at above)
-    (new / "bin").mkdir()
-    for name in ("python", "python3"):
-        (new / "bin" / name).symlink_to(python)
-    see = str(manifest["system_packages"]).lower()
-    text = (
-        f"home = {PurePosixPath(python).parent}\ninclude-system-site-packages = {see}\nversion = {manifest['python']}\n"
-    )
-    (new / "pyvenv.cfg").write_text(text)
-    command = new / "bin" / "fedquilt"
-    command.write_text('#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m fedquilt.cli "$@"\n')
-    command.chmod(0o755)
-    for name in ("install.py", "sysusers.conf"):
+    see = bool(manifest["system_packages"])
+    environment.furnish(new, manifest["python"], manifest["interpreter"], system_packages=see)
+    for name in BROUGHT:
         shutil.copy(bundle / name, new / name)
-    if manifest["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}":
-        compileall.compile_dir(str(packages), quiet=2, stripdir=str(new), prependdir=f"/{OPT}/current", workers=1)
+    if environment.compiled(new, manifest["python"], f"/{OPT}/current"):
         (new / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
     shutil.copy(bundle / "bundle.json", new / "bundle.json")
-    for folder, folders, names in os.walk(new):
-        for name in (*folders, *names):
-            path = Path(folder, name)
-            if not path.is_symlink():
-                path.chmod(path.stat().st_mode & 0o755 | (0o755 if path.is_dir() else 0o644))
-    new.chmod(0o755)
+    environment.open_to_all(new)
     new.replace(home)
 
 

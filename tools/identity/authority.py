@@ -24,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedquilt import disk, enrolment
 from fedquilt.core import JobError, StoreError
+from fedquilt.edge_agent.upgrade import archive
 from fedquilt.tools.identity import shapes
 from fedquilt.tools.identity.register import Issued, Kind, Register, stamp
 from fedquilt.transport import sealed
@@ -195,6 +196,10 @@ class Authority:
         )
         self.register.add(made)
         return made
+
+    def sign_upgrade(self, manifest: bytes) -> bytes:
+        """Signature (DER) of the manifest of an upgrade, by which boards know that the bundle is of this fleet."""
+        return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
 
     def issue(
         self, name: str, kind: Kind, now_s: float, *, hosts: Sequence[str] = (), days: float | None = None

@@ -1,0 +1,127 @@
+"""Bundle of an upgrade: one tar archive of wheels, with a manifest and its signature.
+
+    upgrade.json     version, machine, Python, and the sha256 of every wheel
+    upgrade.sig      signature of upgrade.json by the fleet's authority; absent in a fleet without one
+    wheels/*.whl
+
+`fedquilt flash --upgrade FILE` makes it. It has no settings and no secrets, so one serves every board of a kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import UNDECODABLE, Count, Digest, Label, ModelError
+from fedquilt.disk import doing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT: Final = 1
+MANIFEST: Final = "upgrade.json"
+SIGNATURE: Final = "upgrade.sig"
+SIGNED: Final = b"fedquilt: manifest of an upgrade, 1\n"  # precedes it where it is signed: it can pass for nothing else
+MANIFEST_MOST: Final = 1 << 20
+SIGNATURE_MOST: Final = 1024
+UNPACKED_MOST: Final = 16 << 30  # bytes: more than any environment with torch and CUDA has
+
+Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z")]
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Content of upgrade.json. Unknown fields are skipped: another `format` says when that would not do."""
+
+    format: int
+    version: Label  # of fedquilt
+    machine: Label  # as `uname -m` says
+    python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}\Z")]
+    wheels: dict[Wheel, Digest]
+    unpacked_bytes: Annotated[int, Meta(ge=0, le=UNPACKED_MOST)]
+    system_packages: bool = False
+    present: dict[Label, Label] = msgspec.field(
+        default_factory=dict
+    )  # packages left out -> version that has to be there
+    made_s: Count = 0  # seconds since 1970
+
+
+class Bundle:
+    """An open bundle whose manifest has been read, and nothing more of it checked."""
+
+    def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
+        self._archive, self._path = archive, path
+        self._members = {one.name: one for one in archive.getmembers() if one.isreg()}
+        self.signed = self._small(MANIFEST, MANIFEST_MOST)
+        self.signature = self._small(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
+        try:
+            self.manifest = msgspec.json.decode(self.signed, type=Manifest)
+        except UNDECODABLE as error:
+            raise self._odd(f"{MANIFEST}: {error}") from None
+        if self.manifest.format != FORMAT:
+            raise ModelError(
+                f"the bundle has format {self.manifest.format}, and this version of fedquilt reads {FORMAT}: "
+                "upgrade to a version in between first, or flash the board"
+            )
+
+    def wheel(self, name: str) -> IO[bytes]:
+        """A wheel as a file.
+
+        Raises:
+            ModelError: the archive lacks it.
+        """
+        member = self._members.get(f"wheels/{name}")
+        file = None if member is None else self._archive.extractfile(member)
+        if file is None:
+            raise self._odd(f"{name} is missing")
+        return file
+
+    def check_wheels(self) -> None:
+        """Compare every wheel with the manifest.
+
+        Raises:
+            ModelError: one is missing or another.
+        """
+        for name, wanted in self.manifest.wheels.items():
+            digest = hashlib.sha256()
+            with self.wheel(name) as file:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+            if digest.hexdigest() != wanted:
+                raise self._odd(f"{name} is not the one that its manifest names")
+
+    def _small(self, name: str, most: int) -> bytes:
+        member = self._members.get(name)
+        file = None if member is None or member.size > most else self._archive.extractfile(member)
+        if file is None:
+            raise self._odd(f"{name} is missing or too large")
+        return file.read()
+
+    def _odd(self, why: str) -> ModelError:
+        return odd(self._path, why)
+
+
+def odd(path: Path, why: object) -> ModelError:
+    """The error of a file that is no bundle of an upgrade."""
+    return ModelError(f"{path} is no bundle of an upgrade ({why}): `fedquilt flash --upgrade FILE` makes one")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Bundle]:
+    """Open a bundle.
+
+    Raises:
+        ModelError: it is none, or of another format.
+        StoreError: it cannot be read.
+    """
+    with doing(f"read {path}"), path.open("rb") as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                yield Bundle(archive, path)
+        except tarfile.TarError as error:
+            raise odd(path, error) from None

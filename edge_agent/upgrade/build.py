@@ -1,0 +1,216 @@
+"""Makes an environment of an upgrade's bundle, and checks it with the new version itself. A program of its own.
+
+    python -m fedquilt.edge_agent.upgrade.build
+
+takes an `Order` as JSON on stdin. What it makes counts once it has its name, FOLDER/<sha256>, for which a folder
+that was synced is renamed; so it may be killed at any moment. It ends by becoming the new version, told to check
+itself: `fedquilt agent agent.toml --check`. Code 0: all is well. Else the last line on stderr says what is not.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fedquilt import environment
+from fedquilt.core import FedquiltError, JobError, ModelError, StoreError
+from fedquilt.disk import REAL, Disk, doing
+from fedquilt.edge_agent.task.process import die_with
+from fedquilt.edge_agent.upgrade import archive, launch
+from fedquilt.edge_agent.upgrade.archive import Bundle, Manifest
+
+SPARE_BYTES: Final = 32 << 20  # that stay free on the disk
+FLASHED: Final = "flashed.pth"  # names the packages that are used where they are
+MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own, chosen by --to LABEL"
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to build. `words`: of the agent's command line; `packages`: folders of what the board was flashed with."""
+
+    bundle: str  # file
+    sha256: str
+    folder: str
+    words: tuple[str, ...]
+    packages: tuple[str, ...]
+    ca: str | None  # file with the authority's certificate; None: the board knows none
+    unsigned: bool  # its owner takes what is not signed
+    parent: int = 0  # process to end with
+
+
+def interpreter() -> str:
+    """The Python that an environment is made for: this one without its own environment."""
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for place in (Path(sys.executable).resolve(), Path(sys.base_prefix) / "bin" / name):
+        if place.name.startswith("python") and place.is_file():
+            return str(place)
+    return sys.executable
+
+
+def fits(manifest: Manifest) -> None:
+    """Check that a bundle is for this machine and this Python.
+
+    Raises:
+        ModelError: it is for another.
+    """
+    if manifest.machine != platform.machine():
+        raise ModelError(
+            f"the bundle is for {manifest.machine}, and this board is {platform.machine()}: {MEND_ARCHITECTURE}"
+        )
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if manifest.python != python:
+        raise ModelError(
+            f"the bundle is for Python {manifest.python}, and this board has {python}: {MEND_ARCHITECTURE}"
+        )
+
+
+def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
+    """Check the signature of a bundle's manifest.
+
+    Raises:
+        ModelError: it has none, or none of this authority.
+        JobError: the certificate cannot be used, or the package that checks it is missing.
+    """
+    if unsigned:
+        return
+    if ca is None:
+        raise ModelError(
+            "this board has no certificate of an authority ([broker] ca in agent.toml) by which an upgrade could be "
+            "checked: give the fleet one (`fedquilt ca init`), or write unsigned = true under [upgrade] there"
+        )
+    if bundle.signature is None:
+        raise ModelError("the bundle is not signed: `fedquilt flash --upgrade FILE --authority DIR` signs it")
+    try:
+        from cryptography import x509
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise JobError(
+            "checking a signature needs fedquilt[identity]: flash this board with --extras identity"
+        ) from None
+    with doing(f"read {ca}"):
+        pem = Path(ca).read_bytes()
+    try:
+        certificates = x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise JobError(f"{ca} holds no certificate in PEM: it is the ca.crt of `fedquilt ca init`") from None
+    for certificate in certificates:
+        try:
+            key = certificate.public_key()
+            if isinstance(key, ec.EllipticCurvePublicKey):
+                return key.verify(bundle.signature, archive.SIGNED + bundle.signed, ec.ECDSA(hashes.SHA256()))
+        except (InvalidSignature, UnsupportedAlgorithm, ValueError):
+            continue
+    raise ModelError(f"the bundle's signature is not of the authority in {ca}: sign it with the fleet's own")
+
+
+def flashed(manifest: Manifest, packages: Iterable[str]) -> list[str]:
+    """Folders of the packages that the bundle leaves to what the board was flashed with; [] if it has all itself.
+
+    Raises:
+        ModelError: one is missing there, or has another version.
+    """
+    if not manifest.present:
+        return []
+    places = list(packages)
+    found: dict[str, str] = {}
+    for one in metadata.distributions(path=places):
+        found.setdefault(_canonical(one.metadata["Name"] or ""), one.version)
+    for name, wanted in sorted(manifest.present.items()):
+        has = found.get(_canonical(name))
+        if has != wanted:
+            says = "does not have it" if has is None else f"has {has}"
+            raise ModelError(
+                f"the bundle needs {name} {wanted}, and this board {says}: make one with all packages (--whole)"
+            )
+    return places
+
+
+def _canonical(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def build(order: Order, disk: Disk = REAL) -> Path:
+    """Make the environment, unless it is there; its folder.
+
+    Raises:
+        ModelError: a bundle that this board cannot use.
+        JobError: its signature cannot be checked.
+        StoreError: it cannot be written.
+    """
+    folder = Path(order.folder)
+    home, new = folder / order.sha256, folder / f"{order.sha256}.new"
+    with archive.opened(Path(order.bundle)) as bundle:
+        fits(bundle.manifest)
+        trusted(bundle, order.ca, order.unsigned)
+        bundle.check_wheels()
+        places = flashed(bundle.manifest, order.packages)
+        if home.is_dir():
+            return home
+        with doing(f"make {new}", "free some space on the board"):
+            try:
+                disk.make(folder)
+                disk.remove(new)
+                _room(folder, bundle.manifest.unpacked_bytes, disk)
+                _unpack(bundle, new, home, places)
+                os.sync()  # thousands of files: one wait for all of them
+                disk.replace(new, home)
+                disk.sync(folder)
+            except OSError:
+                shutil.rmtree(new, ignore_errors=True)
+                raise
+            except environment.Odd as error:
+                shutil.rmtree(new, ignore_errors=True)
+                raise ModelError(f"the bundle cannot be unpacked: {error}") from None
+    return home
+
+
+def _room(folder: Path, needed: int, disk: Disk) -> None:
+    free = disk.free_bytes(folder)
+    if free < needed + SPARE_BYTES:
+        wanted = (needed + SPARE_BYTES) / 1e6
+        raise StoreError(
+            f"{free / 1e6:.0f} MB are free at {folder}, and this version takes {wanted:.0f} MB: make room on the board"
+        )
+
+
+def _unpack(bundle: Bundle, new: Path, home: Path, places: Iterable[str]) -> None:
+    manifest = bundle.manifest
+    packages = environment.packages(new, manifest.python)
+    environment.unpack([(name, bundle.wheel(name)) for name in manifest.wheels], packages, manifest.unpacked_bytes)
+    lines = "".join(f"{place}\n" for place in places)
+    if lines:
+        (packages / FLASHED).write_text(lines)
+    environment.furnish(new, manifest.python, interpreter(), system_packages=manifest.system_packages)
+    environment.compiled(new, manifest.python, str(home))
+    (new / archive.MANIFEST).write_bytes(bundle.signed)
+
+
+def main() -> None:
+    """Build what stdin asks for, and become the new version's own check."""
+    try:
+        order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+        if order.parent:
+            die_with(order.parent)
+        build(order)
+    except (FedquiltError, msgspec.MsgspecError) as error:
+        print(f"fedquilt: {error}", file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 1))
+    program = str(launch.python(Path(order.folder), order.sha256))
+    os.environ[launch.SAFE] = "1"
+    try:
+        os.execv(program, launch.command(program, (*order.words, "--check")))  # noqa: S606 (no shell is wanted)
+    except OSError as error:
+        sys.exit(f"fedquilt: {program} cannot be started ({error.strerror})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Starts the version of the agent that is in use, and returns to the one before when a new one does not hold.
+
+    python launch.py FOLDER [word of `fedquilt`]...
+
+The service manager starts this file instead of the agent, and starts it again whenever the agent has ended. It
+needs the standard library alone and nothing of the versions between which it chooses, so that no version can
+break it. FOLDER has what came over the air:
+
+    FOLDER/choice.json      which version is in use, which one was before, how the trial of a new one goes
+    FOLDER/<sha256>/        one virtual environment each, named by the bundle that it was made of
+
+Without them, and whenever they are of no use, it starts the version that it was installed with ("flashed"). It
+becomes the agent by exec: the process that the service manager watches stays the same.
+
+A version on trial gets `STARTS_MOST` starts, and from each `online_s` seconds to reach its broker: an alarm that
+outlives the exec ends the process unless the agent cancels it. After that the launcher puts the version before in
+use again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+CHOICE: Final = "choice.json"
+LAUNCHED: Final = "FEDQUILT_LAUNCHED"  # environment variable by which the agent knows its launcher
+SAFE: Final = "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from where a process happens to be started
+START: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
+STARTS_MOST: Final = 3  # of a version on trial that has not held yet
+ONLINE_S: Final = 300.0
+LONGEST_S: Final = 86400.0
+_ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
+
+
+class Choice(NamedTuple):
+    """Content of choice.json. Versions are sha256 of bundles; "" is the flashed one."""
+
+    flashed: str  # installation over which they were brought: after another flashing they no longer count
+    current: str = ""
+    previous: str | None = None  # None: there is none to return to
+    trying: bool = False  # `current` is on trial
+    starts: int = 0  # of the trial, since it has last held for a while
+    online: bool = False  # whether it has reached its broker since
+    began_s: float = 0.0  # of its last start, in seconds since this boot of the machine
+    boot: str = ""  # that boot
+    online_s: float = ONLINE_S
+    returned: str = ""  # why `current` is in use again instead of a version that did not hold
+    failed: str = ""  # that version
+
+
+def parse(text: str) -> Choice | None:
+    """The choice in a file's text; None: it is damaged, or of a version of this program that knows more."""
+    try:
+        table = json.loads(text)
+        known = {name: table[name] for name in Choice._fields if name in table}
+        choice = Choice(**known)
+    except (ValueError, TypeError, KeyError):
+        return None
+    names = (choice.current, choice.failed, *(() if choice.previous is None else (choice.previous,)))
+    if not all(isinstance(name, str) and (name == "" or _ENVIRONMENT.match(name)) for name in names):
+        return None
+    words = (choice.flashed, choice.boot, choice.returned)
+    numbers = (choice.starts, choice.began_s, choice.online_s)
+    if not all(isinstance(word, str) for word in words) or not all(isinstance(each, int | float) for each in numbers):
+        return None
+    return choice if isinstance(choice.trying, bool) and isinstance(choice.online, bool) else None
+
+
+def text(choice: Choice) -> str:
+    """Text of choice.json."""
+    return json.dumps(choice._asdict(), indent=1) + "\n"
+
+
+def read(folder: Path) -> Choice | None:
+    """The choice in a folder; None: none was made, or it is damaged."""
+    try:
+        return parse((folder / CHOICE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write(folder: Path, choice: Choice) -> None:
+    """Write the choice so that after a power failure it is either the old or the new one.
+
+    Raises:
+        OSError: it cannot be written; it is the old one then.
+    """
+    part = folder / f"{CHOICE}.new"
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text(choice))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / CHOICE)
+    entries = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(entries)
+    finally:
+        os.close(entries)
+
+
+def python(folder: Path, version: str) -> Path:
+    """The interpreter of an environment."""
+    return folder / version / "bin" / "python"
+
+
+def command(program: str, words: Sequence[str]) -> list[str]:
+    """`fedquilt` with these words, by this interpreter and its own packages, wherever the process is started."""
+    return [program, "-c", START, *words]
+
+
+def back(choice: Choice, why: str) -> Choice:
+    """The choice after a return from its current version; `why`: a sentence without its end."""
+    return Choice(choice.flashed, choice.previous or "", online_s=choice.online_s, returned=why, failed=choice.current)
+
+
+def told(choice: Choice) -> str:
+    """A return in words."""
+    now = choice.current[:12] or "the flashed version"
+    return f"returned from {choice.failed[:12]} to {now}: {choice.returned}"
+
+
+def begin(choice: Choice | None, flashed: str, boot: str, now_s: float, folder: Path) -> tuple[Choice, str]:
+    """What to start now, as a choice to be written, and what is to be said about it; "": nothing.
+
+    Args:
+        choice: as it was left; None: none.
+        flashed: name of this installation.
+        boot: name of this boot of the machine.
+        now_s: seconds since it.
+        folder: has the environments.
+    """
+    if choice is None:
+        return Choice(flashed), ""
+    if choice.flashed != flashed:
+        said = f"this board was flashed anew: {choice.current[:12]} no longer counts" if choice.current else ""
+        return Choice(flashed), said
+    if choice.current and not python(folder, choice.current).exists():
+        choice = back(choice, "its environment or the Python that it was made for is gone")
+    elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= choice.online_s:
+        choice = back(choice, f"it was not online within {choice.online_s:g} s")
+    elif choice.trying and choice.starts >= STARTS_MOST:
+        choice = back(choice, f"it ended {choice.starts} times without having held")
+    elif choice.trying:
+        return choice._replace(starts=choice.starts + 1, online=False, boot=boot, began_s=now_s), ""
+    else:
+        return choice, ""
+    if choice.current and not python(folder, choice.current).exists():
+        choice = choice._replace(current="")
+    return choice, told(choice)
+
+
+def environment(folder: Path, flashed: str, running: str, words: list[str], unable: str = "") -> dict[str, Any]:
+    """What the agent is told about its launcher; `unable`: why it does not run the version that was chosen."""
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return {
+        "folder": str(folder),
+        "flashed": flashed,
+        "running": running,
+        "words": words,
+        "packages": packages,
+        "unable": unable,
+    }
+
+
+def name_of(here: Path) -> str:
+    """Name of the installation that this file came with: another after each flashing."""
+    try:
+        return str(json.loads((here / "bundle.json").read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(here)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _say(sentence: str) -> None:
+    print(f"fedquilt: {sentence}", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Become the agent."""
+    if not arguments:
+        sys.exit("fedquilt: launch.py FOLDER [word of `fedquilt`]...: FOLDER holds the versions that came over the air")
+    folder, words = Path(arguments[0]).absolute(), arguments[1:]
+    flashed, before = name_of(Path(__file__).resolve().parent), read(folder)
+    choice, said = begin(before, flashed, _boot(), time.clock_gettime(time.CLOCK_BOOTTIME), folder)
+    unable = ""
+    while True:
+        if said:
+            _say(said)
+        if choice != before and (before is not None or choice != Choice(flashed)):
+            try:
+                write(folder, choice)
+            except OSError as error:
+                unable = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
+                _say(f"{unable}: the flashed version is started")
+                choice = Choice(flashed)  # a trial that cannot be counted would have no end
+        program = str(python(folder, choice.current)) if choice.current else sys.executable
+        os.environ[SAFE] = "1"
+        os.environ[LAUNCHED] = json.dumps(environment(folder, flashed, choice.current, words, unable))
+        if choice.trying and not choice.online:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, min(max(choice.online_s, 1.0), LONGEST_S))
+        try:
+            os.execv(program, command(program, words))  # noqa: S606 (no shell is wanted)
+        except OSError as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if not choice.current:
+                sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board once more")
+            before, choice = choice, back(choice, f"it cannot be started ({error.strerror})")
+            said = told(choice)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

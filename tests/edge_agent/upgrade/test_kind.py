@@ -1,0 +1,412 @@
+"""The agent as a kind of release: what a bundle has to be, what stays when it is refused or everything is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import upgrades
+from boards import wheel
+from waiting import until
+
+from fedquilt import environment
+from fedquilt.core import BlobRef, FedquiltError, ModelError, StoreError
+from fedquilt.disk import Disk
+from fedquilt.edge_agent import settings as agents
+from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.upgrade import build, launch
+from fedquilt.edge_agent.upgrade.kind import COMMAND, NO_LAUNCHER, AgentKind, Launched
+from fedquilt.edge_agent.upgrade.launch import Choice
+from fedquilt.tools.identity.authority import Authority
+from fedquilt.wire import Release
+
+FLASHED = "f"
+HANGS = "import time, fedquilt.environment as e; e.compiled = lambda *given: time.sleep(600); "
+
+
+class Board:
+    """A board's versions, and its agent's kind of release; each `start` is another process of it."""
+
+    def __init__(self, folder: Path, **upgrade: Any) -> None:
+        self.folder, self.versions = folder, folder / "versions"
+        self.table: dict[str, Any] = {
+            "device": "d",
+            "home": str(folder / "home"),
+            "upgrade": {"unsigned": True, **upgrade},
+        }
+        self.connected, self.restarts, self.quiet, self.serial = True, 0, 0, 0
+        self.start()
+
+    def start(self, running: str | None = None, **changes: Any) -> None:
+        choice = launch.read(self.versions)
+        running = running if running is not None else "" if choice is None else choice.current
+        packages = tuple(path for path in sys.path if path.endswith("site-packages"))
+        started = Launched(
+            str(self.versions), FLASHED, running, ("agent", "a.toml"), packages, changes.pop("unable", "")
+        )
+        self.restarted = False
+
+        def restart() -> None:
+            self.restarts += 1
+
+        def quiet() -> None:
+            self.quiet += 1
+
+        settings = agents.parse(self.table)
+        self.kind = AgentKind(started, settings, lambda: self.connected, restart, quiet=quiet, **changes)
+
+    def release(self, file: Path) -> Release:
+        self.serial += 1
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        return Release(
+            rollout="r", kind="agent", serial=self.serial, blob=BlobRef(sha256, file.stat().st_size), name="9.9.9"
+        )
+
+    def verdict(self, file: Path) -> Verdict:
+        """What the check says of a bundle."""
+        release = self.release(file)
+        try:
+            self.kind.stage(release, file)
+            self.kind.begin_check(release)
+        except FedquiltError as error:
+            return Verdict(str(error), {})
+
+        def ended() -> Verdict | None:
+            select.select(self.kind.fds(), [], [], 0.1)
+            return self.kind.checked()
+
+        return until(ended, "the check ends")
+
+    def take(self, file: Path) -> str:
+        """Check a bundle, put it on trial, and begin anew as its version; the version's name."""
+        assert self.verdict(file) == Verdict("", {})
+        release = self.release(file)
+        self.kind.swap(release)
+        assert release.blob is not None
+        self.start()
+        return release.blob.sha256
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of all that is in the folder of versions."""
+        return sorted(os.listdir(self.versions)) if self.versions.is_dir() else []
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    return Board(tmp_path)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Callable[..., Path]:
+    count = 0
+
+    def make(says: str = "", **changes: Any) -> Path:
+        nonlocal count
+        count += 1
+        house = [upgrades.toy(tmp_path / f"house-{count}", says)]
+        return upgrades.pack(tmp_path / f"bundle-{count}.tar", house, **changes)
+
+    return make
+
+
+def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bundle: Callable[..., Path]) -> None:
+    """Its own command is asked, with the agent's words; the old process goes on until it is asked to end."""
+    file = bundle("import sys, fedquilt, msgspec; sys.exit(sys.argv[1:] != ['agent', 'a.toml', '--check'])")
+    assert board.verdict(file) == Verdict("", {})
+    release = board.release(file)
+    assert release.blob is not None
+    new = release.blob.sha256
+    assert board.kept == [new]
+    assert board.kind.current() == ""
+    board.kind.swap(release)
+    board.kind.swap(release)  # again after a kill: nothing more is written
+    assert launch.read(board.versions) == Choice(FLASHED, new, "", trying=True)
+    assert board.restarts == 2
+    assert board.kind.ill() == ""
+    assert not board.kind.settled()  # the old process does not speak for the new one
+
+    board.connected = False
+    board.start()
+    board.kind.swap(release)
+    assert (board.restarts, board.kind.current()) == (2, new)
+    assert board.kind.ill() == ""
+    assert not board.kind.settled()
+    assert board.quiet == 0
+    board.connected = True
+    assert board.kind.ill() == ""
+    assert board.kind.settled()
+    assert board.quiet == 1
+    board.kind.drop()
+    assert launch.read(board.versions) == Choice(FLASHED, new, "", online=True)
+
+
+def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> None:
+    """To the one before, and once only, however often it is asked for."""
+    file = bundle()
+    new = board.take(file)
+    for _ in range(2):
+        assert board.kind.back()
+    choice = launch.read(board.versions)
+    assert choice is not None
+    assert (choice.current, choice.previous, choice.failed, choice.trying) == ("", None, new, False)
+    assert board.restarts == 3
+    board.start()
+    assert board.kind.back()
+    assert board.kind.settled()
+    assert board.kind.ill() == ""
+    assert board.restarts == 3
+    board.kind.drop()
+    assert board.kept == [launch.CHOICE]
+
+
+def test_there_is_nothing_before_the_flashed_version(board: Board) -> None:
+    assert not board.kind.back()
+
+
+def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., Path]) -> None:
+    """By the version that runs again; the next release begins without it."""
+    board.take(bundle())
+    choice = launch.read(board.versions)
+    assert choice is not None
+    launch.write(board.versions, launch.back(choice, "it ended 3 times without having held"))
+    board.start()
+    assert (board.kind.current(), board.kind.ill()) == ("", "it ended 3 times without having held")
+    file = bundle("pass")
+    board.kind.stage(board.release(file), file)
+    assert board.kind.ill() == ""
+
+
+def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
+    """The launcher could not count its start, as on a full disk: the flashed version runs and says so."""
+    new = board.take(bundle())
+    board.start("", unable="choice.json cannot be written (No space left on device), so it could not be tried")
+    assert board.kind.current() == ""
+    assert "No space left" in board.kind.ill()
+    board.kind.drop()
+    choice = launch.read(board.versions)
+    assert choice is not None
+    assert (choice.current, choice.failed) == ("", new)
+
+
+def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., Path]) -> None:
+    """What runs and what ran before stay."""
+    versions = []
+    for number in range(3):
+        versions.append(board.take(bundle(f"number = {number}")))
+        assert board.kind.ill() == ""
+        board.kind.drop()
+    assert board.kept == sorted([*versions[1:], launch.CHOICE])
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"machine": "riscv64"}, "the bundle is for riscv64, and this board is "),
+        ({"python": "3.99"}, "the bundle is for Python 3.99, and this board has 3."),
+        ({"format": 7}, "the bundle has format 7, and this version of fedquilt reads 1"),
+        ({"present": {"msgspec": "0.0.1"}}, "the bundle needs msgspec 0.0.1, and this board has "),
+        ({"present": {"no-such-thing": "1"}}, "the bundle needs no-such-thing 1, and this board does not have it"),
+        ({"unpacked_bytes": 3}, "holds more than the 3 bytes that were announced"),
+        ({"wheels": {"fedquilt-9.9.9-py3-none-any.whl": "0" * 64}}, "is not the one that its manifest names"),
+        ({"wheels": {"other-1-py3-none-any.whl": "0" * 64}}, "other-1-py3-none-any.whl is missing"),
+        ({"wheels": {"../../x.whl": "0" * 64}}, "is no bundle of an upgrade"),
+    ],
+)
+def test_a_bundle_that_does_not_fit_is_refused_by_name(
+    board: Board, bundle: Callable[..., Path], changes: dict[str, Any], said: str
+) -> None:
+    assert said in board.verdict(bundle(**changes)).refused
+    assert board.kept == []
+    assert board.kind.current() == ""
+
+
+def test_what_is_no_bundle_is_refused(board: Board, tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    for content in (b"", b"x" * 5000, bytes(10240)):
+        file.write_bytes(content)
+        assert "is no bundle of an upgrade" in board.verdict(file).refused
+
+
+def test_a_wheel_that_would_write_elsewhere_is_refused(board: Board, tmp_path: Path) -> None:
+    house = [wheel(tmp_path / "house", "fedquilt", files={"../../../escaped.py": ""})]
+    verdict = board.verdict(upgrades.pack(tmp_path / "b.tar", house))
+    assert "fedquilt-1.0-py3-none-any.whl would write to ../../../escaped.py" in verdict.refused
+    assert board.kept == []
+
+
+def test_a_version_whose_check_fails_is_refused_in_its_own_words(board: Board, bundle: Callable[..., Path]) -> None:
+    says = "import sys; print('noise', file=sys.stderr); sys.exit('fedquilt: its sensors cannot be read')"
+    assert board.verdict(bundle(says)) == Verdict("its sensors cannot be read", {})
+    assert "No module named 'nowhere'" in board.verdict(bundle("import nowhere")).refused
+    assert "SIGSEGV" in board.verdict(bundle("import os; os.kill(os.getpid(), 11)")).refused
+
+
+def test_a_check_that_hangs_is_ended(board: Board, bundle: Callable[..., Path]) -> None:
+    now = [0.0]
+    board.start(clock=lambda: now[0])
+    file = bundle("import time; time.sleep(600)")
+    release = board.release(file)
+    board.kind.stage(release, file)
+    board.kind.begin_check(release)
+    assert board.kind.checked() is None
+    now[0] = 1e6
+    verdict = board.kind.checked()
+    assert verdict is not None
+    assert verdict.refused.startswith("its check has not ended within")
+
+
+def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    """Nothing would return from a version that does not start."""
+    settings = agents.parse({"device": "d", "home": str(tmp_path / "home")})
+    kind, file = AgentKind(None, settings, lambda: True, lambda: None), bundle()
+    with pytest.raises(ModelError, match="was not started by its launcher"):
+        kind.stage(Release(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
+    assert (kind.current(), kind.ill(), kind.back(), kind.settled()) == ("", NO_LAUNCHER, False, True)
+    kind.drop()
+
+
+def test_versions_where_tasks_may_write_are_refused(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    """A task that was taken over could put its own program there."""
+    board = Board(tmp_path)
+    board.versions = tmp_path / "home" / "versions"
+    board.start()
+    assert "where its tasks may write" in board.verdict(bundle()).refused
+
+
+# -- who has signed -------------------------------------------------------------------------------
+
+
+def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    """By the certificate that the board has; the coordinator's key would not do."""
+    ours, theirs = (Authority.create(tmp_path / name, name, time.time()) for name in ("ours", "theirs"))
+    board = Board(tmp_path, unsigned=False)
+    board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
+    board.start()
+    assert board.verdict(bundle(sign=ours.sign_upgrade)) == Verdict("", {})
+    assert "is not of the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refused
+    assert "the bundle is not signed" in board.verdict(bundle("2")).refused
+    assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refused
+    signature = ours.sign_upgrade(b"another manifest")
+    assert "is not of the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refused
+
+
+def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    board = Board(tmp_path, unsigned=False)
+    assert "write unsigned = true under [upgrade]" in board.verdict(bundle()).refused
+
+
+# -- disks and kills ------------------------------------------------------------------------------
+
+
+def order(board: Board, file: Path) -> build.Order:
+    packages = tuple(path for path in sys.path if path.endswith("site-packages"))
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    return build.Order(str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bundle: Callable[..., Path]) -> None:
+    class Full(Disk):
+        def free_bytes(self, folder: object) -> int:
+            return 1_000_000
+
+    with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version takes 34 MB: make room"):
+        build.build(order(board, bundle()), Full())
+    assert board.kept == []
+
+
+def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
+    board: Board, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(environment, "compiled", full)
+    with pytest.raises(StoreError, match=r"No space left on device; free some space on the board"):
+        build.build(order(board, bundle()))
+    assert board.kept == []
+
+
+def test_a_full_disk_at_the_swap_leaves_what_runs(board: Board, bundle: Callable[..., Path]) -> None:
+    file = bundle()
+    assert board.verdict(file) == Verdict("", {})
+    board.start(disk=Crowded())
+    with pytest.raises(StoreError, match=r"choice.json: No space left on device"):
+        board.kind.swap(board.release(file))
+    assert launch.read(board.versions) is None
+    assert board.restarts == 0
+
+
+class Crowded(Disk):
+    """Takes no small file any more."""
+
+    def put(self, path: object, payload: bytes, *, durable: bool = True) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bundle: Callable[..., Path]) -> None:
+    """Of the whole agent, at the last step before it has its name; the next process makes it anew."""
+    file = bundle()
+    release = board.release(file)
+    assert release.blob is not None
+    new = release.blob.sha256
+    half = (sys.executable, "-c", f"{HANGS}from fedquilt.edge_agent.upgrade import build; build.main()")
+    board.start(command=half)
+    board.kind.stage(release, file)
+    board.kind.begin_check(release)
+    until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
+    process = board.kind._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert "SIGKILL" in until(board.kind.checked, "the check ends").refused
+    assert board.kept == [f"{new}.new"]
+    board.start()
+    assert (board.kind.current(), board.verdict(file)) == ("", Verdict("", {}))
+    assert board.kept == [new]
+
+
+def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]) -> None:
+    """kill -9 of the agent leaves no process that goes on building."""
+    file = bundle()
+    told = msg(order(board, file))
+    code = f"import os, subprocess, sys; p = subprocess.Popen({list(half())!r}, stdin=subprocess.PIPE); " + (
+        f"p.stdin.write({told!r}.replace(b'PARENT', str(os.getpid()).encode())); p.stdin.close(); "
+        "print(p.pid, flush=True); p.wait()"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    child = int(agent.stdout.readline())
+    until(lambda: list(board.versions.glob("*.new/bin/fedquilt")), "the environment is nearly there")
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    until(lambda: not alive(child), "the check ends")
+
+
+def half() -> tuple[str, ...]:
+    return (*COMMAND[:1], "-c", f"{HANGS}from fedquilt.edge_agent.upgrade import build; build.main()")
+
+
+def msg(told: build.Order) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(told).replace(b'"parent":0', b'"parent":PARENT')
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,154 @@
+"""Which version is started, and when the launcher returns from a new one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedquilt.edge_agent.upgrade import launch
+from fedquilt.edge_agent.upgrade.launch import Choice, begin, parse, text
+
+A, B = "a" * 64, "b" * 64
+FLASHED = launch.name_of(Path(launch.__file__).resolve().parent)
+SHOWS = """#!/bin/sh
+echo "$0 $* $FEDQUILT_LAUNCHED" >> {log}
+{then}
+"""
+
+
+def plant(folder: Path, version: str, then: str = "exit 1") -> None:
+    """A version that notes its start in FOLDER/log and then does something."""
+    program = launch.python(folder, version)
+    program.parent.mkdir(parents=True)
+    program.write_text(SHOWS.format(log=folder / "log", then=then))
+    program.chmod(0o755)
+
+
+def tried(**changes: object) -> Choice:
+    return Choice("f", B, A, trying=True, starts=1, boot="boot", began_s=100.0, online_s=300.0)._replace(**changes)
+
+
+def test_nothing_over_the_air_starts_the_flashed_version(tmp_path: Path) -> None:
+    assert begin(None, "f", "boot", 0.0, tmp_path) == (Choice("f"), "")
+
+
+def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
+    plant(tmp_path, A)
+    plant(tmp_path, B)
+    choice = Choice("f", B, A, trying=True)
+    for start in (1, 2, 3):
+        choice, said = begin(choice, "f", "boot", float(start), tmp_path)
+        assert (choice.current, choice.starts, said) == (B, start, "")
+    choice, said = begin(choice, "f", "boot", 4.0, tmp_path)
+    assert (choice.current, choice.previous, choice.trying, choice.failed) == (A, None, False, B)
+    assert choice.returned == "it ended 3 times without having held"
+    assert said.startswith("returned from bbbbbbbbbbbb to aaaaaaaaaaaa: it ended 3 times")
+    assert begin(choice, "f", "boot", 5.0, tmp_path) == (choice, "")  # it stays there
+
+
+def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
+    """As the alarm has ended it; after another boot nobody can tell, so it counts as one start."""
+    plant(tmp_path, B)
+    choice, _ = begin(tried(), "f", "boot", 400.0, tmp_path)
+    assert choice.returned == "it was not online within 300 s"
+    for alive in (tried(online=True), tried(boot="another"), tried(began_s=101.0)):
+        choice, _ = begin(alive, "f", "boot", 400.0, tmp_path)
+        assert (choice.current, choice.starts, choice.online) == (B, 2, False)
+
+
+def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> None:
+    choice, said = begin(tried(), "another", "boot", 0.0, tmp_path)
+    assert choice == Choice("another")
+    assert "flashed anew" in said
+
+
+def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
+    """Neither is the one before, if that is gone as well."""
+    choice, said = begin(Choice("f", B, A), "f", "boot", 0.0, tmp_path)
+    assert (choice.current, choice.failed) == ("", B)
+    assert "is gone" in said
+    assert "the flashed version" in said
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    ["", "{", "[]", '{"flashed": 3}', '{"flashed": "f", "current": "../../etc"}', '{"flashed": "f", "trying": 1}'],
+)
+def test_a_damaged_choice_counts_as_none(spoilt: str, tmp_path: Path) -> None:
+    assert parse(spoilt) is None
+    (tmp_path / launch.CHOICE).write_text(spoilt)
+    assert launch.read(tmp_path) is None
+
+
+def test_a_choice_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert parse(text(tried())) == tried()
+    launch.write(tmp_path, tried())
+    assert launch.read(tmp_path) == tried()
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+def start(folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Start the launcher once, as a unit does; the flashed version is a fedquilt that says its words."""
+    (home / "fedquilt").mkdir(parents=True, exist_ok=True)
+    (home / "fedquilt/__init__.py").touch()
+    said = "import os, sys; print('flashed', *sys.argv[1:], os.environ['FEDQUILT_LAUNCHED']); main = int"
+    (home / "fedquilt/cli.py").write_text(said)
+    command = [sys.executable, launch.__file__, str(folder), "agent", "a.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(home)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=False)
+
+
+def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
+    """A unit that starts it again and again: three starts of what ends at once, then the flashed version."""
+    folder = tmp_path / "versions"
+    plant(folder, B)
+
+    launch.write(folder, Choice(FLASHED, B, "", trying=True))
+    codes = [start(folder, tmp_path).returncode for _ in range(5)]
+    assert codes == [1, 1, 1, 0, 0]
+    lines = (folder / "log").read_text().splitlines()
+    assert len(lines) == 3
+    assert "sys.exit(main()) agent a.toml" in lines[0]
+    last = start(folder, tmp_path)
+    assert last.stdout.startswith("flashed agent a.toml ")
+    told = json.loads(last.stdout.split(maxsplit=3)[3])
+    assert (told["running"], told["flashed"], told["words"]) == ("", FLASHED, ["agent", "a.toml"])
+    assert any(path.endswith("site-packages") for path in told["packages"])
+
+
+def test_what_is_no_program_is_not_started_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "versions"
+    plant(folder, B)
+    launch.python(folder, B).write_bytes(b"\x7fELF of another machine")
+    launch.write(folder, Choice(FLASHED, B, "", trying=True))
+    done = start(folder, tmp_path)
+    assert done.returncode == 0
+    assert "it cannot be started" in done.stderr
+    found = launch.read(folder)
+    assert found is not None
+    assert (found.current, found.failed, found.returned) == (
+        "",
+        B,
+        f"it cannot be started ({os.strerror(errno.ENOEXEC)})",
+    )
+
+
+def test_a_version_that_is_not_online_in_time_is_ended_by_the_alarm(tmp_path: Path) -> None:
+    """The alarm outlives the exec; nothing of the new version has to work for it."""
+    folder = tmp_path / "versions"
+    plant(folder, B, "exec sleep 600")
+
+    launch.write(folder, Choice(FLASHED, B, "", trying=True, online_s=1.0))
+    assert start(folder, tmp_path).returncode == -14
+    assert start(folder, tmp_path).stdout.startswith("flashed")
+    found = launch.read(folder)
+    assert found is not None
+    assert found.returned == "it was not online within 1 s"

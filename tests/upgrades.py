@@ -1,0 +1,83 @@
+"""Versions of fedquilt to upgrade to, made from the running files, and bundles of them."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import boards
+from boards import PYTHON
+
+import fedquilt
+from fedquilt.edge_agent.upgrade import archive, launch
+from fedquilt.edge_agent.upgrade.archive import Manifest
+from fedquilt.tools.flash import bundle, over_the_air, wheels
+
+NEW = "9.9.9"
+LAUNCHER = Path(launch.__file__)
+
+
+def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str], str]] = {}) -> Path:
+    """The wheel of fedquilt as it is here, with another version number, and files changed by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = wheels.own(folder)
+    made = folder / f"fedquilt-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(own) as source, zipfile.ZipFile(made, "w") as target:
+        for name in source.namelist():
+            text = source.read(name)
+            if name == "fedquilt/__init__.py":
+                text = text.replace(
+                    f'__version__ = "{fedquilt.__version__}"'.encode(), f'__version__ = "{version}"'.encode()
+                )
+            if name in changes:
+                changed = changes[name](text.decode())
+                assert changed != text.decode(), f"{name} has nothing to change"
+                text = changed.encode()
+            target.writestr(
+                name.replace(f"fedquilt-{fedquilt.__version__}.dist-info", f"fedquilt-{version}.dist-info"), text
+            )
+    own.unlink()
+    return made
+
+
+def cannot_start(text: str) -> str:
+    """cli/agent.py of a version that passes its own check, and ends as soon as it is started."""
+    return text.replace("return daemon.run_agent(found)", "raise SystemExit('this version cannot start')")
+
+
+def pack(
+    out: Path,
+    house: list[Path],
+    sign: Callable[[bytes], bytes] | None = None,
+    **changes: object,
+) -> Path:
+    """A bundle of these wheels for this machine, unless `changes` of its manifest say otherwise."""
+    told: dict[str, object] = {
+        "format": archive.FORMAT,
+        "version": NEW,
+        "machine": platform.machine(),
+        "python": PYTHON,
+        "wheels": {path.name: wheels.sha256(path) for path in house},
+        "unpacked_bytes": sum(map(bundle.unpacked_bytes, house)),
+        "present": {"msgspec": wheels.metadata.version("msgspec")},  # the others are found in the same folder
+    }
+    over_the_air.pack(Manifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
+    return out
+
+
+def launcher(folder: Path, *words: str) -> list[str]:
+    """The command that a unit has."""
+    return [sys.executable, str(LAUNCHER), str(folder), *words]
+
+
+def toy(folder: Path, says: str = "", version: str = NEW) -> Path:
+    """A wheel of a fedquilt that is one line: its check ends well unless the line says otherwise."""
+    return boards.wheel(
+        folder,
+        "fedquilt",
+        version,
+        files={"fedquilt/__init__.py": "", "fedquilt/cli.py": f"{says}\ndef main(): pass\n"},
+    )
