@@ -23,6 +23,7 @@ from fedquilt.coordinator.facts import (
     Ended,
     Extended,
     Lost,
+    Noted,
     Rejected,
     Reopened,
     Resumed,
@@ -52,6 +53,7 @@ FACTS: tuple[AnyFact, ...] = (
     Ended("failed"),
     Ended("stopped"),
     Resumed(),
+    Noted("by [trigger]"),
 )
 
 
