@@ -103,9 +103,9 @@ def add_boards(home: Path, devices: list[str], run: str = "", **changes: dict[st
         found.append(Board(device, **{**table, **changes.get(device, {})}))
     at = int(now) // 30 * 30
     readings = [
-        (device, Reading(at - back, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
+        (device, Reading(at + ahead, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
         for number, device in enumerate(devices)
-        for back in (0, 30)
+        for ahead in (-30, 0, 3600)  # the last one stays recent, however long a test takes
         if number % 5
     ]
     with BoardStore(home, writes=True) as store:

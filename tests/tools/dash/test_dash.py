@@ -22,6 +22,7 @@ from dashes import Dashboard
 from fedquilt import cli
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.facts import Committed
 from fedquilt.coordinator.housekeeping import remove
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.dash.watch import WATCHERS
@@ -412,7 +413,8 @@ def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
     with Dashboard(tmp_path / "watched" / "coordinator") as dash:
 
         def look(fact: object) -> bool:
-            if dash.process.poll() is None and dash.values("/api/runs")["runs"][0].get("done", 0) >= 2:
+            if isinstance(fact, Committed) and fact.round == 2:
+                dash.until("/api/runs", lambda told: told["runs"][0].get("done", 0) >= 2)
                 begun = http.client.HTTPConnection("127.0.0.1", dash.port)
                 begun.request("GET", "/api/runs/sim/report")  # nobody reads the answer
                 os.kill(dash.process.pid, signal.SIGKILL)
