@@ -81,6 +81,20 @@ def test_a_buffer_is_held_for_a_later_value_of_its_size() -> None:
     assert held(*nodes, *later, channels=3) == (1 + 1 + 1 + 8 + 0.5) * MAP
 
 
+def test_of_several_free_buffers_the_latest_is_taken() -> None:
+    """c takes the buffer of b and not that of a, which the runtime has returned before the wide value is made."""
+    nodes = (
+        ("Conv", "x", "a"),
+        ("Conv", "a", "b"),
+        ("Concat", "b b b b b b b b", "wide"),
+        ("ReduceMax", "wide", "r"),
+        ("ReduceMax", "b", "d"),
+        ("Conv", "x", "c"),
+        ("Concat", "c r d", "y"),
+    )
+    assert held(*nodes, channels=4) == (1 + 1 + 8 + 0.5) * MAP  # input, b, wide, r
+
+
 def test_recurrent_layers_compute_all_gates_first() -> None:
     """A GRU of 5 steps, 2 inputs and 3 hidden: input (5 * 2), answers (5 * 3) and three gates of them."""
     w, r = (np.ones((1, 9, width), np.float32) for width in (2, 3))
@@ -95,20 +109,33 @@ def test_recurrent_layers_compute_all_gates_first() -> None:
     assert onnx_memory.alive_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
 
 
-def attention(*, sliced: bool) -> int | None:
+def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted() -> None:
+    """Its first output, the answers of all steps, has no name then."""
+    graph = helper.make_graph(
+        [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=3)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, 1, 2])],
+        [helper.make_tensor_value_info("last", TensorProto.FLOAT, [1, 1, 3])],
+        [numpy_helper.from_array(np.ones((1, 9, width), np.float32), name) for name, width in (("w", 2), ("r", 3))],
+    )
+    assert onnx_memory.alive_bytes(graph, {"x": 4 * 5 * 2, "last": 4 * 3}) == 4 * (5 * 2 + 3)
+
+
+def attention(way: str) -> int | None:
     """Bytes of two layers of v <- softmax(v v' / 2) v, where v is the input (n, 64) as (n, 16, 4).
 
     Args:
-        sliced: the reshape's first size is a slice of x's shape, of which the runtime cannot tell that it is n.
+        way: to the reshape's first size: "gather" takes it from x's shape; with "slice", a slice of that shape, and
+            "slice and gather" the runtime cannot tell that it is n.
     """
     numbers = {"zero": [0], "one": [1], "rows": [16, 4], "first": 0}
     kept = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
     kept.append(numpy_helper.from_array(np.array(2, np.float32), "two"))
     nodes = [helper.make_node("Shape", ["x"], ["s"])]
-    if sliced:
-        nodes.append(helper.make_node("Slice", ["s", "zero", "one"], ["n"]))
-    else:
-        nodes.append(helper.make_node("Gather", ["s", "first"], ["g"]))
+    if "slice" in way:
+        nodes.append(helper.make_node("Slice", ["s", "zero", "one"], ["n" if way == "slice" else "cut"]))
+    if "gather" in way:
+        nodes.append(helper.make_node("Gather", ["s" if way == "gather" else "cut", "first"], ["g"]))
         nodes.append(helper.make_node("Unsqueeze", ["g", "zero"], ["n"]))
     nodes.append(helper.make_node("Concat", ["n", "rows"], ["to"], axis=0))
     nodes.append(helper.make_node("Reshape", ["x", "to"], ["v0"]))
@@ -128,8 +155,9 @@ def attention(*, sliced: bool) -> int | None:
 def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape() -> None:
     """A small vision transformer was predicted 1.32 times too large: its scale and transposes are part of products."""
     few = 64  # bytes of shapes that are held beside
-    assert 0 <= (attention(sliced=False) or 0) - 4 * (64 + 64 + 256 + 64) <= few  # input, v, square, next v
-    assert 0 <= (attention(sliced=True) or 0) - 4 * (64 + 64 + 256 + 256) <= few  # softmax beside its input
+    assert 0 <= (attention("gather") or 0) - 4 * (64 + 64 + 256 + 64) <= few  # input, v, square, next v
+    for way in ("slice", "slice and gather"):
+        assert 0 <= (attention(way) or 0) - 4 * (64 + 64 + 256 + 256) <= few, way  # softmax beside its input
 
 
 def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
