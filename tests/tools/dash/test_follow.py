@@ -90,3 +90,13 @@ def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Pa
     assert (found.first, found.last) == (0, 0)
     assert "0 online" in found.running()["waits"]
     assert {part.code for part in found.parts[0].values()} == {"offline"}
+
+
+def test_a_round_whose_boards_are_at_work_waits_for_nobody_else(tmp_path: Path) -> None:
+    """Though all have gone offline since, so that none could be asked now."""
+    start, survey, asked, *_ = dashes.facts(DEVICES)
+    gone = type(survey)(0, (), {"offline": tuple(DEVICES)})
+    dashes.add_run(tmp_path, [start, survey, asked, gone])
+    found = followed(tmp_path)
+    assert found.running()["asked"]
+    assert found.running()["waits"] is None
