@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from job_facts import BLOB
 from waiting import until
 
 from fedquilt.coordinator import settings
@@ -28,9 +29,8 @@ from fedquilt.coordinator.facts import (
     Surveyed,
 )
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Update, Usage
+from fedquilt.core import Update, Usage
 
-BLOB = BlobRef(sha256="a" * 64, size=1)
 LIMIT_S = 150.0
 
 

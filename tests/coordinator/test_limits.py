@@ -12,13 +12,13 @@ from fedquilt.core import JobError
 
 
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
-    """Nothing is deleted then."""
+    """A coordinator without limits.toml deletes no run."""
     assert limits.load(tmp_path) == Limits()
     assert Retention().older_s is None
 
 
 def test_what_the_file_says_holds(tmp_path: Path) -> None:
-    """An age is in seconds."""
+    """An age such as "2d" is read as seconds."""
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
     (tmp_path / limits.FILE).write_text(text)
     found = limits.load(tmp_path)
@@ -37,7 +37,7 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:
-    """Before anything runs."""
+    """Limits are refused as they are read, before a coordinator serves anything."""
     (tmp_path / limits.FILE).write_text(text)
     with pytest.raises(JobError, match=said) as raised:
         limits.load(tmp_path)

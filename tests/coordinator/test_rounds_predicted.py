@@ -75,7 +75,7 @@ def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadl
 
 
 def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
-    """Ten seconds for others to come, then the next attempt."""
+    """The round waits ten seconds for other boards to come, and then makes its next attempt."""
     state = after(paced(), Asked(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     state = after(state, Declined(1, "a", "memory", "too big"), Declined(1, "b", "memory", "too big"))
     assert next_s(state) == 70.0
@@ -93,7 +93,7 @@ def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
 
 
 def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:
-    """c takes the place of a, with 4 units; a round later nothing is said of its work."""
+    """Board c takes the place of a, with 4 units of work; the next round knows nothing of them."""
     state = after(paced(), Asked(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), Declined(1, "a", "x", "y"))
     fact = decide(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
     assert fact == Asked(1, 0, ("c",), {"c": 4.0})

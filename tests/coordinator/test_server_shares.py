@@ -59,7 +59,7 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
 
 
 def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: Staged) -> None:
-    """However often they come and go."""
+    """Its log has no more than three facts, while boards become free and busy many times."""
     stage = staged(rounds=1000, cohort=LONG)
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     waits = stage.add("k", cohort={**LONG, "min_devices": 3})
@@ -69,7 +69,7 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: 
 
 
 def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) -> None:
-    """Half of four; and the round is whole all the same."""
+    """Two of four boards are at work at any time, and in the end all four have answered."""
     stage = staged(Limits(submitter=Submitter(share=0.5)), cohort=LONG)
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
@@ -151,7 +151,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged: Sta
 def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its age counts from its end."""
+    """The age of a run, by which it is deleted, counts from its end."""
     stage = staged(Limits(retention=Retention(older_than="1h")), cohort=LONG)
     now, a = time.time(), stage.hand("a")
     for later_s, left in ((7200.0, [stage.job]), (10_000.0, [stage.job]), (11_000.0, [])):

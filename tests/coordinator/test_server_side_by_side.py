@@ -130,7 +130,7 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -
 def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the round that it was asked in goes on."""
+    """The other job asks the board while the round goes on in which the method had nothing for it."""
     plain = Running.task
     nothing = ("j", "a")
     monkeypatch.setattr(
