@@ -162,7 +162,7 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
-            limit = f"; deadline {fact.deadline_s:.0f} s, predicted" if fact.deadline_s is not None else ""
+            limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
             moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
             work = [f"round {fact.round}: epochs, as planned for energy: {moved}"] if moved else []
             return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]

@@ -175,7 +175,8 @@ class Console:
     def _status(self, job: Running) -> None:
         def line() -> str:
             state = job.rounds
-            there = f"{len(state.answered)} of {len(state.asked) + len(state.answered)} updates"
+            most = len(state.asked) + len(state.answered)
+            there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
             return f"{job.id}: round {state.round} of at most {job.job.rounds}: {there}"
 
         self.status(line)
