@@ -114,7 +114,7 @@ def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
 
 
 def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -> None:
-    """Also if it gives its place to others meanwhile."""
+    """Time that another job has its place counts towards the time-out of its start."""
     stage = staged(Limits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
     stage.hand("a")
     other = stage.add("k", cohort={**LONG, "min_devices": 4})
@@ -144,7 +144,7 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
 
 
 def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged: Staged) -> None:
-    """Though no attempt of the round asks it any more."""
+    """The task stays with the board though no attempt asks it any more, and is withdrawn when the job is stopped."""
     stage = staged(cohort={"deadline_s": 10.0, "attempts": 3})
     a = stage.hand("a")
     stage.play()
@@ -222,7 +222,7 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
 
 
 def test_a_board_of_another_job_that_is_gone_for_good_is_waited_for_until_the_deadline(staged: Staged) -> None:
-    """It was never asked for this round, so that it costs no attempt: the one attempt suffices for the others."""
+    """A board that was never asked in a round costs the round no attempt: its one attempt suffices for the others."""
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()

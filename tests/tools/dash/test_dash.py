@@ -156,7 +156,7 @@ def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) 
 
 
 def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
-    """The latest first; interrupted, as nobody serves the home."""
+    """The latest run is the first one; it is interrupted, as nobody serves the home."""
     told = dash.until("/api/runs", lambda told: all("done" in run for run in told["runs"]))
     digits, leaves = told["runs"]
     assert (digits["name"], digits["status"], digits["done"]) == ("digits", "interrupted", 2)
@@ -169,7 +169,7 @@ def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
 
 
 def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
-    """The latest first."""
+    """Lines are chosen by kind, text, run and board; the latest is the first one."""
     told = dash.until("/api/log?kind=Declined", lambda told: told["found"] == 5)
     assert {line["kind"] for line in told["lines"]} == {"Declined"}
     assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
