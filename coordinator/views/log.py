@@ -46,6 +46,13 @@ def closing(state: Rounds, fact: AnyFact) -> bool:
     return state.over and not state.settling and getattr(fact, "round", None) == state.round
 
 
+def status(state: Rounds) -> str:
+    """How far the running round is, and how many rounds of work are done; others have a number and do not count."""
+    what = FINAL if state.over and not state.settling else f"round {state.round}"
+    there = f"{len(state.answered)} of {len(state.asked) + len(state.answered)} updates"
+    return f"{what}: {there}; {state.counted} of at most {state.plan.rounds} rounds done"
+
+
 class Teller:
     """Turns a run's facts into sentences, in order; remembers the devices selected and the round's cost so far."""
 

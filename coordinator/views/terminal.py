@@ -173,13 +173,7 @@ class Console:
                 self.say(f"{job.id}: {line}" if self._named else line, self._mend)
 
     def _status(self, job: Running) -> None:
-        def line() -> str:
-            state = job.rounds
-            most = len(state.asked) + len(state.answered)
-            there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
-            return f"{job.id}: round {state.round} of at most {job.job.rounds}: {there}"
-
-        self.status(line)
+        self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
 
     def status(self, line: Callable[[], str]) -> None:
         """Show progress if it is time to: on a terminal in a line that the next one replaces."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ordinary import User
 
@@ -68,6 +69,23 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
         "  has not said what it is, last heard 25 h ago",
         "  refused digits, round 3, 25 h ago (memory): the task needs 12 MB more?[2J tha…",
     ]
+
+
+@pytest.mark.parametrize(
+    ("task", "budget", "told"),
+    [
+        (285_000_000, 800_000_000, "285/800 MB"),
+        (45_300_000, 300_000_000, "45/300 MB"),
+        (2_040_000_000, 2_000_000_000, "2/2 GB"),
+        (0, 512_000_000, "0/512 MB"),
+        (1_100_000_000, 999_900_000, "1100/1000 MB"),
+    ],
+)
+def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: int, told: str) -> None:
+    """A task of hundreds of MB had two digits and an exponent."""
+    board = msgspec.structs.replace(WORKING, budget_bytes=budget)
+    reading = Reading(int(NOW), task_bytes=task)
+    assert told in devices.lines([devices.Device(board, reading)], NOW, wide=80)[3]
 
 
 def test_without_a_coordinator_that_is_said(home: Path) -> None:
