@@ -49,7 +49,8 @@ def closing(state: Rounds, fact: AnyFact) -> bool:
 def status(state: Rounds) -> str:
     """How far the running round is, and how many rounds of work are done; others have a number and do not count."""
     what = FINAL if state.over and not state.settling else f"round {state.round}"
-    there = f"{len(state.answered)} of {len(state.asked) + len(state.answered)} updates"
+    most = len(state.asked) + len(state.answered)
+    there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
     return f"{what}: {there}; {state.counted} of at most {state.plan.rounds} rounds done"
 
 
