@@ -170,7 +170,7 @@ def test_the_log_tells_the_planned_epochs() -> None:
     """In a sentence of the round."""
     told = log._sentences(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
-        "round 3: cohort a, b; deadline 42 s, predicted",
+        "round 3: cohort a, b; deadline 42 s, chosen for it",
         "round 3: epochs, as planned for energy: a 1, b 8",
     ]
 
