@@ -28,7 +28,7 @@ from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
-POLL_S = 1.0
+POLL_S = 0.5
 TIDY_S = 600.0  # from one look for runs that need not be kept to the next
 
 
