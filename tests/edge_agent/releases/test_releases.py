@@ -181,7 +181,7 @@ def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None
 
 def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others(site: Site, toy: ToyKind) -> None:
     """A task's blobs take all of the cache meanwhile; once the model is staged, its blob may go."""
-    site.start(cache="1kB")
+    site.start(cache="10B")
     toy.need, site.board.available_bytes = 5 << 30, 4 << 30
     wanted = deploy(site)
     site.run(5.0)
