@@ -87,6 +87,9 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     available_bytes: int | None = None  # lowest
     task_bytes: int | None = None  # highest
     battery: float | None = None  # last
+    served: int | None = None  # answers of its model runner since that started, last
+    drift: float | None = None  # of the runner's inputs, highest
+    accuracy: float | None = None  # of the runner's answers, lowest
 
 
 def heard(board: Board, message: Wired, at: float) -> Board:
@@ -145,6 +148,9 @@ def joined(before: Reading | None, count: int, told: Telemetry, at: int) -> Read
         _of(min, old.available_bytes, told.available_bytes),
         _of(max, old.task_bytes, told.task_bytes),
         old.battery if told.battery is None else told.battery,
+        old.served if told.served is None else told.served,
+        _of(max, old.drift, told.drift),
+        _of(min, old.accuracy, told.accuracy),
     )
 
 

@@ -21,26 +21,29 @@ from fedquilt.core import StoreError
 from fedquilt.disk import PRIVATE
 
 NAME: Final = "boards.db"
-VERSION: Final = 1  # of the tables
+VERSION: Final = 2  # of the tables
 STEPS: Final = ((30, 2 * 3600), (300, 2 * 86400), (3600, 30 * 86400))  # seconds of a reading, and how long it is kept
 FORGOTTEN_S: Final = 30 * 86400.0
 LATE_S: Final = 60  # after which the readings of a step are complete
 FRESH_S: Final = 180  # after which a reading says nothing of the present
 BUSY_S: Final = 5.0
 
-_SCHEMA: Final = f"""
+_SCHEMA: Final = """
 create table if not exists boards (id integer primary key, device text unique not null, body blob not null);
 create table if not exists readings (
     step integer, at integer, board integer, power_w real, power_most_w real, temperature_c real,
-    available_bytes integer, task_bytes integer, battery real, primary key (step, at, board)) without rowid;
-pragma user_version = {VERSION};
+    available_bytes integer, task_bytes integer, battery real, served integer, drift real, accuracy real,
+    primary key (step, at, board)) without rowid;
 """
 _decoded: Final = msgspec.json.Decoder(Board).decode
-_VALUES: Final = "power_w, power_most_w, temperature_c, available_bytes, task_bytes, battery"
+_ADDED: Final = {"served": "integer", "drift": "real", "accuracy": "real"}  # columns that version 1 had not
+_VALUES: Final = ("power_w", "power_most_w", "temperature_c", "available_bytes", "task_bytes", "battery", *_ADDED)
 _COARSER: Final = """
 insert or replace into readings
+    (step, at, board, power_w, power_most_w, temperature_c, available_bytes, task_bytes, battery,
+    served, drift, accuracy)
 select :to, at / :to * :to, board, avg(power_w), max(power_most_w), max(temperature_c), min(available_bytes),
-    max(task_bytes), avg(battery)
+    max(task_bytes), avg(battery), max(served), max(drift), min(accuracy)
 from readings where step = :step and at >= :begin and at < :end group by at / :to, board
 """
 
@@ -62,6 +65,7 @@ class BoardStore:
             if not writes and not (home / NAME).is_file():
                 self._db = sqlite3.connect(":memory:")
                 self._db.executescript(_SCHEMA)
+                self._values = ", ".join(_VALUES)
                 return
             try:
                 self._db = self._opened(writes)
@@ -72,6 +76,8 @@ class BoardStore:
                 for end in ("-wal", "-shm"):
                     (home / f"{NAME}{end}").unlink(missing_ok=True)
                 self._db = self._opened(writes)
+            there = self._columns(self._db)  # a reader may find those of an earlier version
+            self._values = ", ".join(name if name in there else f"null as {name}" for name in _VALUES)
 
     def __enter__(self) -> BoardStore:
         return self
@@ -101,11 +107,18 @@ class BoardStore:
                 db.execute("pragma journal_mode=wal")
                 db.execute("pragma synchronous=off")
                 db.executescript(_SCHEMA)
+                for name in _ADDED.keys() - self._columns(db):
+                    db.execute(f"alter table readings add column {name} {_ADDED[name]}")
+                db.execute(f"pragma user_version = {VERSION}")
             db.execute("select id, device, body from boards limit 1").fetchone()
         except BaseException:
             db.close()
             raise
         return db
+
+    @staticmethod
+    def _columns(db: sqlite3.Connection) -> set[str]:
+        return {str(row[1]) for row in db.execute("pragma table_info(readings)")}
 
     # -- writing --
 
@@ -118,8 +131,8 @@ class BoardStore:
                 [(board.device, msgspec.json.encode(board)) for board in boards],
             )
             self._db.executemany(
-                f"insert or replace into readings select {STEPS[0][0]}, ?, id, ?, ?, ?, ?, ?, ? from boards "  # noqa: S608
-                "where device = ?",
+                f"insert or replace into readings (step, at, board, {', '.join(_VALUES)}) "  # noqa: S608
+                f"select {STEPS[0][0]}, ?, id{', ?' * len(_VALUES)} from boards where device = ?",
                 [(*msgspec.structs.astuple(reading), device) for device, reading in readings],
             )
 
@@ -161,7 +174,7 @@ class BoardStore:
         """Device -> its latest reading of the last FRESH_S seconds."""
         with _doing(self._home):
             rows = self._db.execute(
-                f"select device, max(at), {_VALUES} from readings join boards on boards.id = board "  # noqa: S608
+                f"select device, max(at), {self._values} from readings join boards on boards.id = board "  # noqa: S608
                 "where step = ? and at > ? group by board",  # the other values are of the row with the largest `at`
                 (STEPS[0][0], int(now - FRESH_S)),
             ).fetchall()
@@ -177,7 +190,7 @@ class BoardStore:
         return [Reading(*row) for row in rows if row is not None]
 
     def _reading(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
-        query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
+        query = f"select at, {self._values} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
 

@@ -43,6 +43,9 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Board, Reading], float | None]]]] 
     "task_bytes": ("Resident memory of the task's process.", lambda b, r: r.task_bytes),
     "budget_bytes": ("Memory that a task may take.", lambda b, r: b.budget_bytes or None),
     "battery_ratio": ("Charge of the battery.", lambda b, r: r.battery),
+    "drift_ratio": ("Drift of its model runner's inputs: 0 as at first, 1 unlike it.", lambda b, r: r.drift),
+    "accuracy_ratio": ("Share of its runner's answers that were right, where labels arrive.", lambda b, r: r.accuracy),
+    "served": ("Answers of its model runner since that started.", lambda b, r: r.served),
     "clock_skew_seconds": ("The board's clock, less the coordinator's.", lambda b, r: b.skew_s),
     "refused_timestamp_seconds": ("When it declined a task last.", lambda b, r: b.refusal.at if b.refusal else None),
 }

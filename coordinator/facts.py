@@ -141,21 +141,14 @@ class Resumed(Fact, frozen=True):
     """A stopped or failed job continues where it was."""
 
 
-AnyFact = (
-    Started
-    | Surveyed
-    | Asked
-    | Declined
-    | Answered
-    | Rejected
-    | Lost
-    | Closed
-    | Extended
-    | Reopened
-    | Committed
-    | Ended
-    | Resumed
-)
+class Noted(Fact, frozen=True):
+    """A sentence about a run that has not begun: what started it, or who approved it."""
+
+    said: str
+
+
+_OfRound = Surveyed | Asked | Declined | Answered | Rejected | Lost | Closed | Extended | Reopened | Committed
+AnyFact = Noted | Started | _OfRound | Ended | Resumed
 
 # -- state ----------------------------------------------------------------------------------------
 
@@ -278,6 +271,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
             return replace(state, phase=begun, state=fact.state, began_s=now_s, settles=fact.settles)
+        case Noted():
+            return state
         case Surveyed():
             return _surveyed(state, fact)
         case Resumed():

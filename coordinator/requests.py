@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from fedquilt.coordinator.facts import Ended
+from fedquilt.coordinator.facts import Ended, Noted
 from fedquilt.coordinator.rollouts import Plan
-from fedquilt.coordinator.store import UNENDED, Row, Store
+from fedquilt.coordinator.store import ARMED, UNAPPROVED, UNENDED, Row, Store
+from fedquilt.coordinator.store_rows import user
 from fedquilt.core import JobError
 
 
@@ -41,8 +42,23 @@ def resume(store: Store, run: str) -> Row:
         raise JobError(f"{row.id} is a simulated fleet's: `fedquilt fleet JOB --home {store.home}` goes on with it")
     if row.origin == "simulation":
         raise JobError(f"{row.id} is a simulation's: `fedquilt.simulate` with this job and home goes on with it")
-    store.set_status(row.id, "running")
+    store.set_status(row.id, ARMED if row.job.trigger is not None else "running")
     return row
+
+
+def approve(store: Store, run: str) -> str:
+    """Let a run begin that its job's [trigger] has started and that waits for its owner; returns what comes of it.
+
+    Raises:
+        JobError: it does not wait for that.
+        StoreError: there is no such run, or the home cannot be written.
+    """
+    row = store.job(run)
+    if row.status != UNAPPROVED:
+        raise JobError(f"{row.id} is {row.status}: only a run that is {UNAPPROVED} can be approved")
+    store.append(row.id, Noted(f"approved by {user()}"))
+    store.set_status(row.id, "queued")
+    return f"{row.id} begins at the coordinator's next look at its store"
 
 
 def deploy(store: Store, plan: Plan, payload: bytes | None) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, turns
+from fedquilt.coordinator import admission, facts, housekeeping, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
@@ -201,6 +201,10 @@ class Server:
         if now_s >= self._tidy_s:
             self._tidy_s = now_s + TIDY_S
             self._tidy()
+        if self._only is None and (
+            started := triggers.start(self._store, wanted, self.registry.seen(now_s), time.time())
+        ):
+            wanted = [*wanted, *started]
         rows = [row for row in wanted if turns.mine(row, self._only)]
         waits = {serving.id: serving.wait(now_s) for serving in self._jobs.values()}
         served = turns.served(rows, waits, self._gave_way_s, self._limits)

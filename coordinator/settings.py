@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, labels, methods, metrics, plugins
+from fedquilt import config, labels, methods, metrics, plugins, units
 from fedquilt.core import CODECS, Encoding, JobError, Method
 from fedquilt.data import categories
 
@@ -63,6 +63,40 @@ class Adversaries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
     attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
     factor: Annotated[float, Meta(gt=0)] = 10.0  # of "scaled" and "sign_flip"; epsilon of "inner_product"
+
+
+class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Start of a job by what boards' runners tell (`fedquilt serve-model`): [trigger]."""
+
+    drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a board whose drift is larger counts
+    accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # likewise one whose accuracy is smaller
+    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"  # of [cohort] select that tell of drift
+    pause: str = "12h"  # least time between two starts
+    approve: bool = False  # a run that it starts waits for `fedquilt approve`
+
+    @property
+    def share(self) -> float:
+        """`boards` as a share, above 0 and at most 1.
+
+        Raises:
+            JobError: it is none.
+        """
+        found = float(self.boards.removesuffix("%")) / 100
+        if not 0 < found <= 1:
+            raise JobError(f'[trigger] boards = "{self.boards}": a share of boards is above 0 % and at most 100 %')
+        return found
+
+    @property
+    def pause_s(self) -> float:
+        """`pause` in seconds.
+
+        Raises:
+            JobError: it is no time.
+        """
+        try:
+            return units.age_s(self.pause)
+        except ValueError as error:
+            raise JobError(f"[trigger] pause = {error}") from None
 
 
 class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +153,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire: Encoding = Encoding()
     stop: Stop = Stop()
     check: Check = Check()
+    trigger: Trigger | None = None  # with `run`: the job starts by itself, whenever it fires
     fleet: Fleet = Fleet()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
     test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: examples that no device has
@@ -167,6 +202,8 @@ def parse(table: Mapping[str, Any]) -> Job:
         )
     require_enough(job, method.least(given))
     require_planned(job.cohort)
+    if job.trigger is not None:
+        _ = job.trigger.share, job.trigger.pause_s
     with config.naming("[cohort] select"):
         labels.require_selection(job.cohort.select)
     with config.naming("[fleet] labels"):

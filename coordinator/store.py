@@ -24,14 +24,16 @@ import msgspec
 
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
-from fedquilt.coordinator.facts import AnyFact, Ended
+from fedquilt.coordinator.facts import AnyFact, Ended, Noted
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing, user
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, served, storing, user
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk, Lock
 
-UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
+ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fires
+UNAPPROVED: Final = "waiting for approval"
+UNENDED: Final = (ARMED, UNAPPROVED, "queued", "running", "stopping")  # a coordinator may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -40,7 +42,7 @@ LOCK_TRIES: Final = 10
 
 
 class Row(NamedTuple):
-    """A job as stored. Status: queued, running, done, failed, stopped; or a request: stopping."""
+    """A job as stored. Status: ARMED, UNAPPROVED, queued, running, done, failed, stopped; or a request: stopping."""
 
     id: str
     job: Job
@@ -52,6 +54,14 @@ class Row(NamedTuple):
     submitter: str = ""  # user of the system who queued it; "": not known
 
 
+class Cause(NamedTuple):
+    """Armed run that starts another one, why, and whether that waits for approval."""
+
+    row: Row
+    why: str
+    asks: bool
+
+
 class Unreadable(NamedTuple):
     """A run that this version cannot read, with the reason."""
 
@@ -59,16 +69,6 @@ class Unreadable(NamedTuple):
     status: str
     created: float  # wall-clock seconds
     reason: str
-
-
-def served(home: Path, disk: Disk = PRIVATE) -> bool:
-    """Whether a coordinator holds a home; nothing is written there.
-
-    Raises:
-        StoreError: the home cannot be read.
-    """
-    with storing(home):
-        return disk.locked(home / "lock")
 
 
 class Store:
@@ -167,18 +167,20 @@ class Store:
         rows = [row for row in self.jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
-    def add(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "") -> str:
-        """Queue a job; its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs.
+    def add(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "", by: Cause | None = None) -> str:
+        """Queue a job, or arm it if it has a trigger; `by` says what starts it, which both logs note.
 
-        The random digits separate runs begun in the same second in several homes. A caller may give an `id` of its
-        own, which no other run has, where everything has to be repeated exactly.
+        Its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs. A caller may give an `id`
+        that no other run has, where everything has to be repeated exactly.
         """
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
+        status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
+        settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else user()
+        notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
         with self._writing():
-            self._rows.add(
-                Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin, submitter=user())
-            )
+            self._rows.add(Stored(id, settings, str(bundle), status, now, origin, submitter=submitter))
+            self._rows.append([(run, now, encoded(run, Noted(said))) for run, said in notes.items()])
         return id
 
     def jobs(self) -> list[Row]:

@@ -19,6 +19,7 @@ import msgspec
 
 from fedquilt.coordinator.facts import AnyFact
 from fedquilt.core import JobError, StoreError, Update
+from fedquilt.disk import PRIVATE, Disk
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
@@ -48,6 +49,16 @@ def storing(home: Path) -> Iterator[None]:
                 f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
             ) from None
         raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
+
+
+def served(home: Path, disk: Disk = PRIVATE) -> bool:
+    """Whether a coordinator holds a home; nothing is written there.
+
+    Raises:
+        StoreError: the home cannot be read.
+    """
+    with storing(home):
+        return disk.locked(home / "lock")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ _STAYS: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
 _ARRIVES: Final[Mapping[Phase, tuple[Phase, ...]]] = {**_STAYS, "stopped": ("stopped",), "failed": ("failed",)}
 
 TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
+    "Noted": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # of a run that waits to begin
     "Started": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},  # stopped before it had begun
     "Surveyed": {"selecting": ("selecting",), "open": ("open",)},
     "Asked": {"selecting": ("open",), "open": ("open",)},

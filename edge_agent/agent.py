@@ -23,6 +23,7 @@ from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Faile
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.releases.releases import Releases
+from fedquilt.edge_agent.releases.served import Runner
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget
@@ -47,6 +48,7 @@ class Agent:
         durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
         clock: seconds since 1970 as this board counts them; None: it has no clock of its own.
         kinds: what it exchanges on demand: "model", "agent", "settings".
+        runner: of the board's models; None: none that is watched.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -69,7 +71,9 @@ class Agent:
         disk: Disk = REAL,
         clock: Callable[[], float | None] = time.time,
         kinds: Mapping[str, Kind] = {},
+        runner: Runner | None = None,
     ) -> None:
+        self._runner = runner
         self._clock = clock
         self.device, self.settings = settings.device, settings
         self.local = Local(Path(settings.home), durable=durable, shared=shared, disk=disk)
@@ -348,7 +352,10 @@ class Agent:
             return
         self._telemetry_s = now_s
         self.told = told = messages.telemetry(
-            self._board.read(now_s), self._worker.resident_bytes or None, self._clock()
+            self._board.read(now_s),
+            self._worker.resident_bytes or None,
+            self._clock(),
+            None if self._runner is None else self._runner.look(),
         )
         if self._board.points != self._profile.points:  # the owner has changed the power mode
             self._profile = messages.profile(self.device, self._board, self._means)

@@ -57,12 +57,13 @@ def run_agent(settings: AgentSettings) -> None:
     checks = ChildWorker(0.0, start.command(home, models.folder(settings)), cage)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
+    deployed = models.Models(settings, board, checks, lambda: agent.settings.budget_bytes(board.memory_bytes))
     kinds: dict[str, Kind] = {
-        "model": models.Models(settings, board, checks),
+        "model": deployed,
         "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),
         "settings": central,
     }
-    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds)
+    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds, runner=deployed.runner)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"

@@ -11,6 +11,7 @@ import fedquilt
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.events import Means, Open
+from fedquilt.edge_agent.releases.served import Served
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 
@@ -39,8 +40,10 @@ def _confined(means: Means) -> dict[str, str]:
     return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
-def telemetry(reading: Reading, task_bytes: int | None = None, clock_s: float | None = None) -> Telemetry | None:
-    """Telemetry message of a reading, of the task's process and of the board's clock; None if nothing is known."""
+def telemetry(
+    reading: Reading, task_bytes: int | None = None, clock_s: float | None = None, served: Served | None = None
+) -> Telemetry | None:
+    """Telemetry message of a reading, the task's process, the clock and the model runner; None if nothing is known."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -51,6 +54,9 @@ def telemetry(reading: Reading, task_bytes: int | None = None, clock_s: float | 
         task_bytes=task_bytes,
         mode=None if reading.mode is None else reading.mode[:200],
         clock_s=clock_s,
+        served=None if served is None else served.served,
+        drift=None if served is None else served.drift,
+        accuracy=None if served is None else served.accuracy,
     )
     return None if told == Telemetry() else told
 

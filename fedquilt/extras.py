@@ -21,6 +21,7 @@ EXTRAS: Final = {
     "cryptography": "identity",
     "packaging": "flash",
     "PIL": "images",
+    "cv2": "camera",
     "pyarrow": "parquet",
     "pandas": "frames",
     "polars": "frames",

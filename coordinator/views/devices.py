@@ -86,6 +86,8 @@ def lines(devices: Sequence[Device], now: float, *, served: bool = True, wide: i
     told += ["", _cut(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
         told += [_cut(line, wide), _cut(f"  {_about(device.board, now)}", wide)]
+        if said := _serves(device.reading):
+            told.append(_cut(f"  {said}", wide))
         for runs in device.board.runs:
             told.append(_cut(f"  {_runs(runs, now)}", wide))
         if (refusal := device.board.refusal) is not None:
@@ -131,6 +133,16 @@ def _doing(doing: Doing, now: float) -> str:
 def _job(run: str) -> str:
     """Name of a run's job: its id without the time."""
     return run.rsplit("-", 3)[0]
+
+
+def _serves(reading: Reading) -> str:
+    """What its model runner tells; "": there is none that does."""
+    if reading.served is None and reading.drift is None and reading.accuracy is None:
+        return ""
+    parts = [] if reading.served is None else [f"{reading.served} answers"]
+    parts.append("drift not known yet" if reading.drift is None else f"drift {reading.drift:.2f}")
+    parts += [] if reading.accuracy is None else [f"accuracy {100 * reading.accuracy:.0f} %"]
+    return f"serves: {', '.join(parts)}"
 
 
 def _runs(runs: Runs, now: float) -> str:

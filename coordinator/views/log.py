@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from fedquilt import columns, methods, metrics, units
-from fedquilt.coordinator import eligibility, rounds
+from fedquilt.coordinator import eligibility, rounds, triggers
+from fedquilt.coordinator.boards import Board, Reading
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -20,6 +21,7 @@ from fedquilt.coordinator.facts import (
     Ended,
     Extended,
     Lost,
+    Noted,
     Plan,
     Rejected,
     Reopened,
@@ -29,8 +31,8 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
-from fedquilt.coordinator.store import Row, Store, Unreadable
-from fedquilt.coordinator.views import costs, progress
+from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store, Unreadable
+from fedquilt.coordinator.views import costs, devices, progress
 from fedquilt.core import JobError, Update, Usage
 
 FINAL: Final = "final evaluation"  # instead of a round's number
@@ -105,7 +107,12 @@ def replayed(row: Row, facts: Iterable[AnyFact]) -> Rounds:
 
 
 def waits(row: Row, store: Store) -> str | None:
-    """Sentence on what a running job waits for, by its log; None: it does not wait, or does not run."""
+    """Sentence on what a running, armed or unapproved job waits for; None: it does not wait, or does not run."""
+    if row.status == UNAPPROVED:
+        return f"its owner: `fedquilt approve {row.id} --home {store.home}`"
+    if row.status == ARMED:
+        known = ((triggers.Told(b.device, r.drift, r.accuracy), b.labels) for b, r in _online(store))
+        return triggers.waits(row.job, triggers.told(row.job, known), time.time(), triggers.last_start(store, row.id))
     if store.standing(row) != "running":
         return None
     state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
@@ -114,6 +121,13 @@ def waits(row: Row, store: Store) -> str | None:
     engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
     able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
     return waiting(state, engines, able, elsewhere(store, row.id))
+
+
+def _online(store: Store) -> Iterator[tuple[Board, Reading]]:
+    """Boards that are online as their coordinator last knew them, with their latest readings."""
+    for each in devices.look(store.home):
+        if each.board.online:
+            yield each.board, each.reading
 
 
 def waiting(
@@ -154,6 +168,8 @@ def _shown(metrics: Mapping[str, float]) -> str:
 
 def _sentences(fact: AnyFact) -> list[str]:
     match fact:
+        case Noted():
+            return [fact.said]
         case Started():
             return ["started"]
         case Surveyed():
@@ -284,7 +300,13 @@ def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) ->
     }
 
 
-STATUS: Final = {"done": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}  # colour by status
+STATUS: Final = {
+    "done": "green",
+    "failed": "red",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+    "waiting for approval": "yellow",
+}  # colour by status
 
 
 def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:

@@ -49,6 +49,7 @@ class Hook:
             )
         except OSError as error:
             self._failed = f"the hook {self._command[0]} cannot be started: {error.strerror}"
+            self.stop()
 
     @property
     def runs(self) -> bool:

@@ -41,6 +41,7 @@ METERED_S: Final = 3.0  # of answers one after the other on a board with a meter
 TIMED_S: Final = 1.0
 KILLED_MOST: Final = 2  # most restarts of a check whose process was killed from outside
 FAILED_SHARE, FAILED_LEAST = 0.1, 3  # of a runner's answers: a model with more failures does not hold up
+TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
@@ -62,6 +63,7 @@ class Models(Kind):
         settings: of the agent.
         board: whose meter tells the joules of an answer.
         worker: carries checks out, one at a time.
+        budget_bytes: most that a check may hold resident, now; None: as in the settings.
         disk: where the models are.
         examine: checks a graph's file before anything runs it.
         clock: seconds that pass.
@@ -72,6 +74,7 @@ class Models(Kind):
         settings: AgentSettings,
         board: Device,
         worker: ChildWorker,
+        budget_bytes: Callable[[], int] | None = None,
         disk: Disk = REAL,
         *,
         examine: Callable[[Path], object] = graph_check.of_file,
@@ -81,6 +84,7 @@ class Models(Kind):
         self.runner = Runner(self.folder, disk, clock)
         self._settings, self._board, self._worker, self._disk = settings, board, worker, disk
         self._examine, self._clock = examine, clock
+        self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
         self._known: dict[str, str] = {}  # folder -> the model (sha256) in it
@@ -90,6 +94,7 @@ class Models(Kind):
         self._ledger: Ledger | None = None  # of the answers that are timed
         self._answers_j: float | None = None
         self._first: Served | None = None  # what the runner said first of what is in use
+        self._exchanged_s = clock()
 
     # -- what is in use --
 
@@ -177,7 +182,7 @@ class Models(Kind):
         order = CheckOrder(
             model=str(self.folder / release.blob.sha256[:16] / MODEL),
             before=None if before is None or not self._model(before) else str(self.folder / before / MODEL),
-            budget_bytes=self._settings.budget_bytes(self._board.memory_bytes),
+            budget_bytes=self._budget_bytes(),
             data=self._settings.data,
             plugins=self._settings.plugins,
             timed_s=METERED_S if _metered(self._board, now_s) else TIMED_S,
@@ -249,7 +254,7 @@ class Models(Kind):
 
     def _exchanged(self) -> None:
         """Run the owner's hook, and watch the runner from now on."""
-        self._first = None
+        self._first, self._exchanged_s = None, self._clock()
         environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
         self._hook.start(environment)
 
@@ -272,7 +277,8 @@ class Models(Kind):
         if told is None:
             return "" if self._first is None else "the model runner has fallen silent with it"
         if told.model != self.current():
-            return ""  # it has not taken it up yet
+            late = self._clock() > self._exchanged_s + TAKEN_UP_S
+            return "the model runner has not taken it up: it answers with another model" if late else ""
         first = self._first
         if first is None or told.served < first.served or told.failed < first.failed:  # it has started anew
             self._first = first = told if first is None else Served(model=told.model)

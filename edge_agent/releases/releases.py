@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+from msgspec.structs import replace
+
 from fedquilt import wire
 from fedquilt.core import BlobRef, FedquiltError, StoreError, Wired, WireError
 from fedquilt.edge_agent.duty import Duty
@@ -111,15 +113,22 @@ class Releases:
         """Do everything that is due; returns when to call again at the latest."""
         self._begin(now_s)
         due_s = math.inf
-        for name, kind in self._kinds.items():
-            if self._checks(name) and (verdict := kind.checked()) is not None:
-                self._feed(name, steps.Checked(verdict.refused, dict(verdict.metrics), verdict.note), now_s)
-            for _ in range(LOOKS_MOST):
-                if self._states[name].again_s > now_s:
-                    break
-                self._feed(name, self._look(name, now_s), now_s)
+        for name in self._kinds:
+            try:
+                self._go_on(name, now_s)
+            except FedquiltError as error:  # its disk cannot be read now, for instance
+                log.error("releases of kind %s wait: %s", name, error)
+                self._states[name] = replace(self._states[name], again_s=now_s + plan.LOOK_S)
             due_s = min(due_s, now_s + CHECK_LOOK_S if self._checks(name) else self._states[name].again_s)
         return due_s
+
+    def _go_on(self, name: str, now_s: float) -> None:
+        if self._checks(name) and (verdict := self._kinds[name].checked()) is not None:
+            self._feed(name, steps.Checked(verdict.refused, dict(verdict.metrics), verdict.note), now_s)
+        for _ in range(LOOKS_MOST):
+            if self._states[name].again_s > now_s:
+                break
+            self._feed(name, self._look(name, now_s), now_s)
 
     def fetched(self, sha256: str, error: str | None, now_s: float) -> None:
         """A blob has arrived, or could not be fetched this time."""

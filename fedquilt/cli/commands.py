@@ -19,9 +19,9 @@ from fedquilt import __version__, config
 
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
-    "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
+    "Run a federation": ("prepare", "run", "fleet", "serve", "approve", "stop", "resume"),
     "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
-    "Roll out": ("deploy", "upgrade", "settings", "rollouts"),
+    "Roll out": ("deploy", "upgrade", "settings", "rollouts", "serve-model"),
     "Watch a fleet": ("devices", "dash", "metrics"),
     "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
     "Experiments": (

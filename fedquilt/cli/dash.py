@@ -11,7 +11,7 @@ from fedquilt.cli.commands import option, verb
 @verb()
 @options.home
 @option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Address to serve it at.")
-@option("--actions", is_flag=True, help="Let whoever has the token that is printed stop and resume runs.")
+@option("--actions", is_flag=True, help="Let whoever has the token that is printed approve, stop and resume runs.")
 @option("--name", "names", many=True, metavar="NAME", help="Names by which browsers may call it, besides addresses.")
 def dash(home: Path, listen: str, actions: bool, names: tuple[str, ...]) -> None:
     """Show the fleet and its runs in a browser, live; it reads --home, and nothing depends on it."""

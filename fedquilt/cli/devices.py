@@ -31,7 +31,7 @@ def devices(
 ) -> None:
     """Show every board: since when it is online, what it does and how far, watts, memory, refusals, labels."""
     from fedquilt import labels
-    from fedquilt.coordinator.store import served
+    from fedquilt.coordinator.store_rows import served
     from fedquilt.coordinator.views import devices as view
     from fedquilt.core import JobError
 

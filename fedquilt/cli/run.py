@@ -47,10 +47,10 @@ def run(
     home: Path,
     broker: options.Broker,
 ) -> int:
-    """Run a job and follow it to its end, here or on the coordinator that serves --home."""
+    """Run a job and follow it to its end, here or on the coordinator that serves --home; arm one with a [trigger]."""
     from fedquilt import bundle as bundles
     from fedquilt.coordinator import preflight, settings
-    from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.store import ARMED, Store
 
     read, folder = homes.load_job(job), homes.bundle_of(job, bundle)
     read = settings.limited(read, max_joules, max_bytes, max_wall)
@@ -58,11 +58,17 @@ def run(
     made = bundles.load(folder)
     with Store(home) as store:
         id = None if new else store.unfinished(read, folder.resolve())
-        if id is not None:
+        if id is not None and store.status(id) == ARMED:
+            print(f"{id} is armed already (--new arms another one)")
+            return 0
+        if id is not None and read.trigger is None:
             print(f"continuing {id}, which is unfinished (--new begins anew)")
             store.set_status(id, "running")
         else:
             preflight.require_made_for(read, made)
             preflight.first_state(read, made)
             id = store.add(read, folder.resolve())
+        if read.trigger is not None:
+            print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
+            return 0
         return homes.follow(home, broker, store, id)

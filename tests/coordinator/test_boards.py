@@ -190,12 +190,14 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path)
         store.write([Board("a")], [])
         for tenth in range(5 * 3600 // 30):
             i = tenth % 10
-            store.write([], [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10))])
+            store.write(
+                [], [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10, i, i / 10, 1 - i / 10))]
+            )
             if tenth % 7 == 0:
                 store.tidy(30.0 * tenth)
         coarse = store.readings("a", 0, 86400)
         assert [each.at for each in coarse] == list(range(0, 5 * 3600 - 300, 300))
-        assert {msgspec.structs.astuple(each)[1:] for each in coarse} == {(4.5, 10.0, 9.0, 91, 9, 0.45)}
+        assert {msgspec.structs.astuple(each)[1:] for each in coarse} == {(4.5, 10.0, 9.0, 91, 9, 0.45, 9, 0.9, 0.1)}
         hours = store.readings("a", 0, 20 * 86400)
         assert [each.at for each in hours] == [0, 3600, 7200, 10800]
         assert {(each.power_w, each.power_most_w, each.available_bytes) for each in hours} == {(4.5, 10.0, 91)}

@@ -22,6 +22,7 @@ BOARDS = [  # by test_tutorials.py
     "fedquilt run train.toml --home runs",
     "fedquilt devices --home runs",
 ]
+ON_BOARDS = ["fedquilt serve-model models --http 127.0.0.1:8080"]  # by tests/tools/runner/test_command.py
 SIMULATED = [
     "fedquilt init --method fedprox --data digits --out job.toml",
     "fedquilt prepare job.toml",
@@ -37,7 +38,7 @@ def test_it_is_a_front_door() -> None:
 
 def test_no_command_is_left_out() -> None:
     """A new one needs a place in one of the lists above."""
-    assert documents.commands(PAGE) == [*ELSEWHERE, *BOARDS, *SIMULATED]
+    assert documents.commands(PAGE) == [*ELSEWHERE, *BOARDS, *ON_BOARDS, *SIMULATED]
     assert set(BOARDS) <= set(documents.commands("docs/tutorials/fleet.md"))
 
 

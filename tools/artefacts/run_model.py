@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 
-from fedquilt.core import DataError, ModelError
-from fedquilt.data import inputs
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.core import DataError
+from fedquilt.tools.artefacts.classifier import SUFFIXES, Classifier, examples
 
 BATCH = 64
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 @dataclass(frozen=True)
@@ -40,15 +36,12 @@ def run_model(model: Path, source: Path) -> list[Row]:
         ModelError: the file is no network that `fedquilt export` wrote.
         DataError: there are no examples, or one cannot be read.
     """
-    engine = OnnxEngine(psutil.virtual_memory().available)
-    facts = engine.facts(model)
-    if "labels" not in facts or "input" not in facts:
-        raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
-    labels, wanted = json.loads(facts["labels"]), json.loads(facts["input"])
-    batches = _from_npz(source, labels, wanted) if source.suffix == ".npz" else _from_folder(source, labels, wanted)
+    network = Classifier(model)
+    labels = network.labels
+    batches = _from_npz(source, network) if source.suffix == ".npz" else _from_folder(source, network)
     rows = []
     for names, truths, x in batches:
-        scores = engine.run(model, x)
+        scores = network.scores(x)
         rows += [
             Row(name, labels[best], float(scores[i, best]), truth)
             for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
@@ -84,26 +77,24 @@ def main(model: Path, source: Path, format: str) -> int:
 Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
-def _from_npz(path: Path, labels: Sequence[str], wanted: Mapping[str, Any]) -> Iterator[Batch]:
+def _from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
+    labels = network.labels
     try:
-        with np.load(path, allow_pickle=False) as held:
-            x = next((held[key] for key in ("x_test", "x") if key in held), None)
-            y = next((held[key] for key in ("y_test", "y") if key in held), None)
+        with np.load(path, allow_pickle=False) as file:
+            held = {key: file[key] for key in ("x_test", "x", "y_test", "y") if key in file}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    if x is None or not len(x):
-        raise DataError(f"{path} holds no examples: they are expected under 'x_test' or 'x'")
-    if y is not None and (len(y) != len(x) or y.min() < 0 or y.max() >= len(labels)):
-        raise DataError(f"{path}: labels must be one of 0 to {len(labels) - 1} for each of the {len(x)} images")
+    x, y = examples(held, len(labels), str(path))
     for first in range(0, len(x), BATCH):
         part = x[first : first + BATCH]
         names = [str(first + i) for i in range(len(part))]
         truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
-        yield names, truths, inputs.prepare(part, wanted)
+        yield names, truths, network.prepared(part)
 
 
-def _from_folder(folder: Path, labels: Sequence[str], wanted: Mapping[str, Any]) -> Iterator[Batch]:
-    if "channels" not in wanted:
+def _from_folder(folder: Path, network: Classifier) -> Iterator[Batch]:
+    labels = network.labels
+    if network.image is None:
         raise DataError(f"{folder}: the network takes numbers, not images: give an .npz file with them under 'x'")
     if not folder.is_dir():
         raise DataError(f"{folder} is neither a folder of images nor an .npz file")
@@ -114,17 +105,4 @@ def _from_folder(folder: Path, labels: Sequence[str], wanted: Mapping[str, Any])
         part = paths[first : first + BATCH]
         names = [str(path.relative_to(folder)) for path in part]
         truths = [path.parent.name if path.parent.name in labels else None for path in part]
-        yield names, truths, np.concatenate([_image(path, wanted) for path in part])
-
-
-def _image(path: Path, wanted: Mapping[str, Any]) -> np.ndarray:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise DataError("reading image files needs Pillow: pip install 'fedquilt[images]'") from None
-    try:
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L" if wanted["channels"] == 1 else "RGB"))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read the image {path}: {error}") from None
-    return inputs.prepare(pixels[None], wanted)
+        yield names, truths, np.concatenate([network.prepared(network.pixels(path)[None]) for path in part])

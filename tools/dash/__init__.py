@@ -1,7 +1,7 @@
 """`fedquilt dash`: a fleet and its runs in a browser, from what a coordinator has stored.
 
-It reads the home's databases and writes nothing, unless it is asked to stop or resume a run. Nothing else knows of it:
-it may end at any moment. Pages are this package's own files, and need nothing from elsewhere.
+It reads the home's databases and writes nothing, unless it is asked to approve, stop or resume a run. Nothing else
+knows of it: it may end at any moment. Pages are this package's own files, and need nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(
     Args:
         home: folder of a coordinator, which need not run.
         listen: HOST:PORT, port 0 for any that is free.
-        actions: whether runs can be stopped and resumed by whoever has the token.
+        actions: whether runs can be approved, stopped and resumed by whoever has the token.
         names: by which the dashboard may be called besides addresses and localhost.
         say: prints a line.
 
@@ -50,7 +50,7 @@ def main(
         say(f"dashboard of {home}: {url}")
         if door is not None:
             write_token(home, door.token)
-            say(f"to stop and resume runs, open {url}#token={door.token}")
+            say(f"to approve, stop and resume runs, open {url}#token={door.token}")
 
         async def serve() -> None:
             watch = Watch(home)

@@ -1,4 +1,4 @@
-"""The dashboard's addresses: pages and their files, values as JSON, changes as they come, and two things to do."""
+"""The dashboard's addresses: pages and their files, values as JSON, changes as they come, and three things to do."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Dash:
         return _values(msgspec.json.encode(told), headers=headers)
 
     async def _act(self, request: Request) -> Response:
-        what = await self._allowed(request, ("stop", "resume"))
+        what = await self._allowed(request, ("approve", "stop", "resume"))
         row = await self._watch.row(_word(request, "run"))
         return _asked(what, await self._watch.aside(lambda: _done(what, self._watch, row.id)))
 
@@ -183,6 +183,8 @@ def _asked(what: str, said: str) -> Response:
 def _done(what: str, watch: Watch, run: str) -> str:
     """Do what is asked with a run, and say what comes of it."""
     with store.Store(watch.home) as written:
+        if what == "approve":
+            return requests.approve(written, run)
         if what == "stop":
             return requests.stop(written, run)
         if not written.served():

@@ -76,7 +76,7 @@ class Deployed:
         settings = AgentSettings(device="d", fleet="f", home=HOME, telemetry_s=1e9)
         self.own = self.broker.connect()
         clock = lambda: self.broker.now_s  # noqa: E731
-        self.models = Models(settings, Board(), Checks(), self.disk, examine=lambda path: None, clock=clock)
+        self.models = Models(settings, Board(), Checks(), disk=self.disk, examine=lambda path: None, clock=clock)
         self.agent = Agent(
             self.own, settings, Board(), Bench(), disk=self.disk, clock=lambda: None, kinds={"model": self.models}
         )

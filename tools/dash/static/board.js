@@ -36,6 +36,9 @@ export function page(place, { name, again, ask }) {
         tile("power", board.power_w === null || board.power_w === undefined ? "–" : `${number(board.power_w)} W`),
         tile("temperature", board.temperature_c === null || board.temperature_c === undefined ? "–" : `${board.temperature_c.toFixed(0)} °C`),
         tile("task's memory", board.budget_bytes ? memory(board) : "–"),
+        ...(board.served === null || board.served === undefined ? [] : [tile("answers", number(board.served)),
+          tile("drift", board.drift === null || board.drift === undefined ? "–" : board.drift.toFixed(2), "of its model's inputs"),
+          ...(board.accuracy === null || board.accuracy === undefined ? [] : [tile("accuracy", `${(100 * board.accuracy).toFixed(0)} %`, "where labels arrive")])]),
         ...(board.runs ?? []).map((each) => tile(each.kind, each.name || each.current?.slice(0, 12) || "as flashed", h("a", { href: `/rollouts/${encodeURIComponent(each.rollout)}` }, ` ${each.phase}`))));
       refusal.hidden = !board.refusal;
       if (board.refusal) {
@@ -64,6 +67,8 @@ function draw(plots, told, span) {
     plot("Power, W", [line("mean", 1), line("highest", 2, 1, "c1")], across, { zero: true, unit: "W", nothing: "no meter has told anything in this time" }),
     plot("Hottest zone, °C", [line("highest", 3)], across, { unit: "°C", nothing: "no temperature was told in this time" }),
     plot("Memory, MB", [line("available", 4, 1e6), line("task", 5, 1e6, "c1")], across, { zero: true, unit: "MB", nothing: "no memory was told in this time" }));
+  if (told.readings.some((each) => each[8] !== null)) plots.append(plot("Drift of inputs, 0 to 1", [line("drift", 8)], across, { zero: true, most: 1 }));
+  if (told.readings.some((each) => each[9] !== null)) plots.append(plot("Accuracy, %", [line("of its answers", 9, 0.01)], across, { zero: true, most: 100, unit: "%" }));
   if (told.readings.some((each) => each[6] !== null)) plots.append(plot("Battery, %", [line("charge", 6, 0.01)], across, { zero: true, most: 100, unit: "%" }));
 }
 

@@ -127,7 +127,7 @@ async function enter() {
   if (token) {
     history.replaceState(null, "", location.pathname + location.search); // it stays in no history
     Object.assign(session, await ask("/api/session", { method: "POST", body: JSON.stringify({ token }) }));
-    say("This browser may stop and resume runs, and end rollouts, until the dashboard is started anew.");
+    say("This browser may approve, stop and resume runs, and end rollouts, until the dashboard is started anew.");
   } else {
     Object.assign(session, await ask("/api/session"));
   }

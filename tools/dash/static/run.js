@@ -3,6 +3,7 @@ import { boardLink, day, field, h, joules, metric, pager, query, remember, since
 import { plot, ticks } from "./plot.js";
 import { status, tally } from "./runs.js";
 
+const WORDS = { approve: "Approve", stop: "Stop", resume: "Resume" };
 const REPORT_MS = 15000;
 
 export function page(place, { name, again, ask, session, say }) {
@@ -121,16 +122,16 @@ export function page(place, { name, again, ask, session, say }) {
     const may = session.proof !== null;
     buttons.hidden = !session.actions;
     if (!session.actions) return;
-    const can = { stop: ["queued", "running", "waiting"].includes(stands), resume: ["stopped", "failed", "interrupted"].includes(stands) && told.origin === "run" };
+    const can = { approve: stands === "waiting for approval", stop: ["armed", "waiting for approval", "queued", "running", "waiting"].includes(stands), resume: ["stopped", "failed", "interrupted"].includes(stands) && told.origin === "run" };
     const text = JSON.stringify([may, can]);
     if (buttons.text === text) return;
     buttons.text = text;
-    buttons.replaceChildren(...["stop", "resume"].filter((what) => can[what]).map((what) => h("button", { type: "button", disabled: !may, onclick: () => act(what) }, what === "stop" ? "Stop this run" : "Resume this run")),
-      may ? "" : h("small", {}, "To stop and resume, open the address that `fedquilt dash --actions` printed."));
+    buttons.replaceChildren(...Object.keys(WORDS).filter((what) => can[what]).map((what) => h("button", { type: "button", disabled: !may, onclick: () => act(what) }, `${WORDS[what]} this run`)),
+      may ? "" : h("small", {}, "To approve, stop and resume, open the address that `fedquilt dash --actions` printed."));
   }
 
   async function act(what) {
-    if (!confirm(`${what === "stop" ? "Stop" : "Resume"} ${name}?`)) return;
+    if (!confirm(`${WORDS[what]} ${name}?`)) return;
     try {
       const told = await ask(`/api/runs/${encodeURIComponent(name)}/${what}`, { method: "POST", headers: { "x-fedquilt-proof": session.proof } });
       say(told.said);

@@ -1,0 +1,135 @@
+"""The process of a model's check: a real one, confined, which may be killed or held to its budget."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from linear_models import board_data, network
+from one_agent import Board
+from toy_kinds import release
+from waiting import until
+
+from fedquilt.core import BlobRef
+from fedquilt.edge_agent.releases import start
+from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
+from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.wire import Release
+
+
+class Place:
+    """A board's models, with a real process for their checks."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        home = folder / "d"
+        models = ModelSettings(folder=str(folder / "srv"))
+        values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
+        self.settings = AgentSettings(device="d", home=str(home), **values)
+        self.worker = ChildWorker(0.0, start.command(home, folder / "srv"))
+        self.models = Models(self.settings, Board(), self.worker)
+        self.blob = folder / "blob"
+
+    def begin(self) -> Release:
+        payload = network()
+        self.blob.write_bytes(payload)
+        wanted = release(1, BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload)))
+        self.models.stage(wanted, self.blob)
+        self.models.begin_check(wanted)
+        return wanted
+
+    def verdict(self) -> Verdict:
+        return until(self.models.checked, "the check's end")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.worker.close()
+
+
+def pids(place: Place) -> list[int]:
+    """The children of this process that check for this place."""
+    mark = str(Path(place.settings.home)).encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if mark in words and b"releases.start" in words:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
+    """Joules too, as the board has a meter; its memory is that of the process."""
+    place.begin()
+    verdict = place.verdict()
+    assert verdict.refused == ""
+    assert verdict.metrics["accuracy"] > 0.85
+    assert verdict.metrics["energy_j"] > 0
+    assert 30e6 < verdict.metrics["peak_bytes"] < 600e6
+    until(lambda: not pids(place), "the process has ended")
+
+
+def test_a_check_that_somebody_kills_is_made_again(place: Place) -> None:
+    """SIGKILL, from outside."""
+    place.begin()
+    (pid,) = until(lambda: pids(place), "the process")
+    os.kill(pid, signal.SIGKILL)
+    assert place.verdict().metrics["accuracy"] > 0.85
+
+
+def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
+    """The budget is what its libraries alone hold."""
+    place = Place(tmp_path, budget="20MB")
+    try:
+        place.begin()
+        refused = place.verdict().refused
+    finally:
+        place.worker.close()
+    assert "the budget is 20 MB" in refused
+
+
+def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
+    """And what was staged is gone."""
+    place.begin()
+    until(lambda: pids(place), "the process")
+    place.models.drop()
+    assert pids(place) == []
+    assert place.models.checked() == Verdict("its check was not begun", {})
+    assert not [path for path in place.models.folder.iterdir() if path.is_dir()]
+
+
+def test_an_engine_is_built_by_trtexec_where_it_is_installed(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the models' folder, which the confined process may write; it may not open a connection."""
+    program = tmp_path / "bin/trtexec"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport socket, sys\n"
+        "out = [word.partition('=')[2] for word in sys.argv if word.startswith('--saveEngine=')][0]\n"
+        "try:\n    socket.socket(socket.AF_INET)\n    said = 'connected'\n"
+        "except OSError:\n    said = 'refused'\n"
+        "open(out, 'w').write(said)\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    wanted = place.begin()
+    verdict = place.verdict()
+    assert (verdict.refused, verdict.note) == ("", "")
+    assert wanted.blob is not None
+    built = place.models.folder / wanted.blob.sha256[:16] / "model.engine"
+    assert built.read_text() == ("refused" if "network" in confine.possible() else "connected")

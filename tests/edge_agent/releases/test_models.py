@@ -1,0 +1,335 @@
+"""Models on a real disk: laid, exchanged, undone; the owner's hook, the runner, and what is left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from linear_models import network
+from one_agent import Board
+from toy_kinds import release
+from waiting import until
+
+from fedquilt.core import BlobRef, ModelError
+from fedquilt.edge_agent.releases import hook
+from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
+from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
+from fedquilt.wire import Release
+
+
+class Checks:
+    """A check's process of which the test says what it answers."""
+
+    def __init__(self) -> None:
+        self.orders: list[Any] = []
+        self.events: list[Event] = []
+
+    def start(self, order: Any, now_s: float) -> None:
+        self.orders.append(order)
+
+    def poll(self, now_s: float) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def fds(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        self.events = []
+
+
+class Place:
+    """A board's models, on time that the test moves on."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.now_s, self.blobs = 100.0, root / "blobs"
+        self.blobs.mkdir()
+        self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
+        self.checks, self.board = Checks(), Board()
+        self.models = Models(self.settings, self.board, self.checks, clock=lambda: self.now_s)
+        self.folder = self.models.folder
+
+    def release(self, serial: int, payload: bytes | None = None) -> tuple[Release, Path]:
+        payload = network(gain=serial) if payload is None else payload
+        sha256 = hashlib.sha256(payload).hexdigest()
+        (self.blobs / sha256).write_bytes(payload)
+        return release(serial, BlobRef(sha256=sha256, size=len(payload))), self.blobs / sha256
+
+    def put(self, serial: int) -> Release:
+        """Bring a release into use."""
+        wanted, blob = self.release(serial)
+        self.models.stage(wanted, blob)
+        self.models.swap(wanted)
+        return wanted
+
+    def served(self, **told: Any) -> None:
+        values = {"at": time.time(), "model": self.models.current(), "served": 0, "failed": 0, "labelled": 0}
+        (self.folder / "served.json").write_text(json.dumps({**values, **told}))
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.folder))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def short(wanted: Release) -> str:
+    assert wanted.blob is not None
+    return wanted.blob.sha256[:16]
+
+
+def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
+    """The one in use and the one before; others go, and what is somebody else's stays."""
+    first, second, third = (place.put(serial) for serial in (1, 2, 3))
+    (place.folder / "labels.txt").write_text("mine")
+    (place.folder / "mine").mkdir()
+    place.models.drop()
+    assert place.names() == sorted([short(second), short(third), "current", "previous", "labels.txt", "mine"])
+    assert os.readlink(place.folder / "current") == short(third)
+    assert os.readlink(place.folder / "previous") == short(second)
+    laid = json.loads((place.folder / "current/release.json").read_text())
+    assert laid == {"model": third.blob.sha256, "rollout": "r3", "name": "v3", "serial": 3}
+    assert place.models.current() == third.blob.sha256
+    assert place.models.back()
+    assert place.models.back()  # again, as after a kill
+    place.models.drop()
+    assert place.models.current() == second.blob.sha256
+    assert not place.models.back()
+    assert short(first) not in place.names()
+
+
+def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
+    """Nothing was in use before."""
+    place.put(1)
+    assert place.models.back()
+    place.models.drop()
+    assert place.names() == []
+    assert place.models.current() == ""
+    assert not place.models.back()
+
+
+@pytest.mark.parametrize("payload", [b"", b"nonsense", network()[:-9]])
+def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, payload: bytes) -> None:
+    """And nothing that runs is touched; what was laid goes."""
+    first = place.put(1)
+    wanted, blob = place.release(2, payload)
+    with pytest.raises(ModelError, match="the model cannot be run: it"):
+        place.models.stage(wanted, blob)
+    place.models.drop()
+    assert place.models.current() == first.blob.sha256
+    assert place.names() == sorted([short(first), "current", "previous"])
+
+
+def test_a_folder_of_its_own_is_readable_by_its_group(tmp_path: Path) -> None:
+    """For a runner of another user; the agent's own blob stays private. Without, everything is private."""
+    before = os.umask(0o077)
+    try:
+        own, shared = Place(tmp_path), Place(make(tmp_path / "2"), folder=str(tmp_path / "srv/models"))
+        modes = []
+        for place in (own, shared):
+            wanted, blob = place.release(1)
+            blob.chmod(0o600)
+            place.models.stage(wanted, blob)
+            paths = (place.folder, place.folder / short(wanted), place.folder / short(wanted) / "model.onnx", blob)
+            modes.append([stat.S_IMODE(path.stat().st_mode) for path in paths])
+    finally:
+        os.umask(before)
+    assert modes == [[0o700, 0o700, 0o600, 0o600], [0o750, 0o750, 0o640, 0o600]]
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+# -- check ----------------------------------------------------------------------------------------
+
+
+def begun(place: Place) -> Release:
+    """A second release whose check has begun."""
+    place.put(1)
+    wanted, blob = place.release(2)
+    place.models.stage(wanted, blob)
+    place.models.begin_check(wanted)
+    assert place.models.checked() is None
+    return wanted
+
+
+def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Place) -> None:
+    """5 W, as the meter says, for ten answers in two seconds; what comes before and after does not count."""
+    begun(place)
+    (order,) = place.checks.orders
+    assert Path(order.before).read_bytes() == network(gain=1)
+    assert Path(order.model).read_bytes() == network(gain=2)
+    assert order.timed_s > 1  # as there is a meter
+    for event, passed_s in ((None, 7.0), (Progressed(0.5), 0.0), (None, 1.0), (Progressed(0.75), 1.0), (None, 9.0)):
+        place.now_s += passed_s
+        place.checks.events = [] if event is None else [event]
+        assert place.models.checked() is None
+    place.checks.events = [Outcome(metrics={"accuracy": 0.9}, examples=10, peak_bytes=123)]
+    verdict = place.models.checked()
+    assert verdict is not None
+    assert verdict.metrics == {"accuracy": 0.9, "energy_j": pytest.approx(1.0), "peak_bytes": 123.0}
+
+
+def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> None:
+    """Twice; then it is refused."""
+    begun(place)
+    for times in (2, 3):
+        place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
+        assert place.models.checked() is None
+        assert len(place.checks.orders) == times
+    place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
+    verdict = place.models.checked()
+    assert verdict is not None
+    assert verdict.refused == "its check failed: killed by somebody"
+
+
+def test_a_check_that_never_ends_is_ended(place: Place) -> None:
+    begun(place)
+    place.now_s += 10_000.0
+    verdict = place.models.checked()
+    assert verdict is not None
+    assert verdict.refused == "its check did not come to an end: it was ended"
+
+
+# -- the hook -------------------------------------------------------------------------------------
+
+
+def told(place: Place, condition: Callable[[], bool] = lambda: True) -> str:
+    """What is wrong once the hook has come to its end."""
+    until(lambda: place.models.settled() and condition(), "the hook's end")
+    return place.models.ill()
+
+
+def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
+    """Also after a return."""
+    log = tmp_path / "log"
+    command = ("sh", "-c", f'echo "$(readlink "$FEDQUILT_MODELS/current") $FEDQUILT_MODEL" >> {log}')
+    place = Place(tmp_path, hook=command)
+    first = place.put(1)
+    assert told(place) == ""
+    second = place.put(2)
+    assert told(place) == ""
+    place.models.back()
+    assert told(place) == ""
+    model = place.folder / "current/model.onnx"
+    assert log.read_text().splitlines() == [f"{short(each)} {model}" for each in (first, second, first)]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("sh", "-c", "echo starting; echo no such unit >&2; exit 4"), "the hook sh ended with code 4: no such unit"),
+        (("sh", "-c", "kill -9 $$"), "the hook sh died of SIGKILL"),
+        (("/nowhere/reload",), "the hook /nowhere/reload cannot be started: No such file or directory"),
+    ],
+)
+def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, ...], said: str) -> None:
+    place = Place(tmp_path, hook=command)
+    place.put(1)
+    assert told(place) == said
+
+
+def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+    """Nothing waits for it meanwhile."""
+    pid = tmp_path / "pid"
+    command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
+    place = Place(tmp_path, hook=command, timeout_s=30.0)
+    place.put(1)
+    assert not place.models.settled()
+    assert place.models.ill() == ""
+    sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
+    place.now_s += 31.0
+    assert told(place) == "the hook sh hung: it was ended after 30 s"
+    until(lambda: not alive(sleeper), "the end of what it has started")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_no_hook_is_no_matter() -> None:
+    none = hook.Hook((), 1.0)
+    none.start({})
+    assert (none.runs, none.failed) == (False, "")
+
+
+# -- the runner -----------------------------------------------------------------------------------
+
+
+def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
+    """More than one of ten answers, of those since it is in use."""
+    place.put(1)
+    place.served(served=1000, failed=400)
+    assert place.models.ill() == ""
+    place.served(served=1050, failed=402)
+    assert place.models.ill() == ""
+    place.served(served=1060, failed=420)
+    assert place.models.ill() == "the model runner failed 20 of 80 times with it"
+
+
+def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None:
+    place.put(1)
+    place.served(served=1000, failed=400)
+    assert place.models.ill() == ""
+    place.served(served=3, failed=3)
+    assert place.models.ill() == "the model runner failed 3 of 6 times with it"
+
+
+def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
+    """Of a board without a runner nothing is expected."""
+    first = place.put(1)
+    place.now_s += 100.0
+    assert place.models.ill() == ""
+    place.served(served=10)
+    assert place.models.ill() == ""
+    second = place.put(2)
+    place.served(served=11, model=first.blob.sha256)
+    assert place.models.ill() == ""
+    place.now_s += 50.0
+    place.served(served=12, model=first.blob.sha256)
+    assert place.models.ill() == "the model runner has not taken it up: it answers with another model"
+    place.served(served=13, model=second.blob.sha256)
+    assert place.models.ill() == ""
+    place.now_s += 61.0
+    assert place.models.ill() == "the model runner has fallen silent with it"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"served": -1}', "x" * 100_000, '{"model": "no digest"}'])
+def test_a_runners_file_that_is_damaged_says_nothing(place: Place, text: str) -> None:
+    place.put(1)
+    (place.folder / "served.json").write_text(text)
+    assert place.models.runner.look() is None
+    assert place.models.ill() == ""
+
+
+def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None:
+    """Whatever the clocks say: they may be set meanwhile."""
+    place.put(1)
+    place.served(at=12.0, served=5)
+    assert place.models.runner.look() is None
+    place.served(at=13.0, served=6)
+    found = place.models.runner.look()
+    assert found is not None
+    assert found.served == 6
+
+
+def test_a_model_that_is_gone_is_ill(place: Place) -> None:
+    wanted = place.put(1)
+    (place.folder / short(wanted) / "model.onnx").unlink()
+    assert place.models.ill().startswith("its file is gone from")

@@ -1,0 +1,169 @@
+"""The plan of releases: pure decisions, and what holds in any order of events."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from toy_kinds import release
+
+from fedquilt import wire
+from fedquilt.core import BlobRef, Reading
+from fedquilt.edge_agent.releases import plan, steps, window
+from fedquilt.edge_agent.releases.steps import Look, Noted, State
+
+
+def ref(number: int) -> BlobRef:
+    return BlobRef(sha256=f"{number:064x}", size=number)
+
+
+def wanted(**changes: object) -> State:
+    """A state in which a release waits for its blob's fetching."""
+    return State(noted=Noted(release=release(1, ref(1), **changes)), again_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("reading", "said"),
+    [
+        (Reading(), ""),
+        (Reading(battery=0.19), "its battery is below 20%, and does not charge"),
+        (Reading(battery=0.19, charging=True), ""),
+        (Reading(battery=0.21), ""),
+        (Reading(temperature_c=85.5), "it is hotter than 85 °C"),
+        (Reading(temperature_c=84.5), ""),
+    ],
+)
+def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: Reading, said: str) -> None:
+    seen = Look(reading=reading, min_battery=0.2, max_c=85.0)
+    state, actions = plan.advance(wanted(), seen, 1.0)
+    assert state.waits == said
+    assert bool(actions) is (said == "")
+    assert state.again_s == (1.0 + plan.LOOK_S if said else inf)
+
+
+@pytest.mark.parametrize(
+    ("wish", "hour", "open_"),
+    [
+        ("02:00-05:00", 1, False),
+        ("02:00-05:00", 2, True),
+        ("02:00-05:00", 5, False),
+        ("22:00-04:00", 23, True),
+        ("22:00-04:00", 3, True),
+        ("22:00-04:00", 12, False),
+        ("", 12, True),
+    ],
+)
+def test_a_window_is_of_the_boards_own_day(wish: str, hour: int, open_: bool) -> None:
+    local = time.struct_time((2026, 5, 4, hour, 0, 0, 0, 124, 0))
+    assert (window.waits(wish, local) == "") is open_
+
+
+def test_a_window_on_a_board_without_a_clock_stays_shut() -> None:
+    assert window.waits("02:00-05:00", None) == "its window is 02:00-05:00, and it has no clock"
+
+
+@pytest.mark.parametrize("text", ["2:00-5:00", "24:00-25:00", "02:00", "02:00-05:00 ", "02:60-05:00", "a"])
+def test_other_texts_are_no_windows(text: str) -> None:
+    assert window.wrong(text)
+    state, _ = plan.advance(State(), steps.Wanted(release(1, ref(1), window=text)), 0.0)
+    assert state.noted is not None
+    assert state.noted.step == "refused"
+
+
+def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
+    """The state that is written before `Swap` is carried out says what to return to."""
+    state = replace(wanted(), stage="checked")
+    state, actions = plan.advance(state, Look(current="c" * 64), 1.0)
+    assert state.noted is not None
+    assert (state.noted.step, state.noted.origin) == ("swapping", "c" * 64)
+    assert actions == (steps.Swap(state.noted.release),)
+    assert wire.decode(wire.encode(state.noted), Noted) == state.noted
+
+
+class Board:
+    """Carries actions out as a board does that may fail, be killed and find things out in any order."""
+
+    def __init__(self) -> None:
+        self.state, self.disk = State(), None
+        self.now_s, self.serial = 0.0, 0
+        self.running, self.previous = "", "none"
+        self.proven = {""}  # blobs that may run: nothing, and what a check has passed
+        self.checked: str | None = None
+        self.told: list[wire.Installed] = []
+
+    def feed(self, event: steps.Event) -> None:
+        state, actions = plan.advance(self.state, event, self.now_s)
+        self.disk = state.noted or self.disk
+        self.state = state
+        if (told := plan.told(state, self.running)) is not None:
+            self.told.append(wire.decode(wire.encode(told), wire.Installed))
+        for action in actions:
+            match action:
+                case steps.Check(wish):
+                    self.checked = wish.blob.sha256
+                case steps.Swap(wish):
+                    assert self.disk.step in ("swapping", "soaking")
+                    assert wish.blob.sha256 in self.proven
+                    if self.running != wish.blob.sha256:
+                        self.running, self.previous = wish.blob.sha256, self.running
+                    self.feed(steps.Swapped())
+                case steps.Undo(before):
+                    assert self.disk.step == "returning"
+                    if self.running != before:
+                        self.running, self.previous = self.previous, "none"
+                    assert self.running == before
+                    self.feed(steps.Undone())
+
+    def look(self, **seen: object) -> None:
+        self.now_s = max(self.now_s, self.state.again_s if self.state.again_s < inf else 0.0)
+        self.feed(Look(current=self.running, here=True, **seen))
+
+    def play(self, what: str) -> None:
+        self.now_s += 0.5
+        match what:
+            case "deploy" | "back" | "same":
+                self.serial += what != "same"
+                blob = None if what == "back" else ref(1 + self.serial % 3)
+                rollout = self.state.noted.rollout if what == "back" and self.state.noted else ""
+                wish = release(self.serial, blob, back=what == "back", rollout=rollout or f"r{self.serial}")
+                self.feed(steps.Wanted(wish))
+            case "withdrawn":
+                self.feed(steps.Withdrawn())
+            case "good" | "bad":
+                if self.state.stage == "checking" and self.state.noted.step == "wanted" and what == "good":
+                    self.proven.add(self.state.noted.release.blob.sha256)
+                self.feed(steps.Checked("" if what == "good" else "bad", {}))
+            case "look" | "works" | "ill":
+                self.look(works=what == "works", ill="ill" if what == "ill" else "")
+            case "killed":
+                self.state = State(noted=self.disk)
+                self.feed(steps.Begun(self.running))
+            case "failed":
+                self.feed(steps.Failed("disk"))
+
+
+WHAT = ["deploy", "back", "same", "withdrawn", "good", "bad", "look", "look", "works", "ill", "killed", "failed"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(WHAT), max_size=60))
+def test_in_any_order_nothing_unproven_runs_and_all_comes_to_an_end(played: list[str]) -> None:
+    """What is told never goes back to an earlier release; left alone, every release ends."""
+    board = Board()
+    for what in played:
+        board.play(what)
+        assert board.running in board.proven
+    serials = [each.serial for each in board.told]
+    assert serials == sorted(serials)
+    for _ in range(40):
+        board.play("look")
+        board.play("good")
+        board.now_s += 20.0
+    assert board.state.noted is None or board.state.noted.step in ("committed", "refused", "returned")
+    assert board.state.noted is None or board.state.noted.release.serial == board.serial
+    assert board.state.noted is None or board.state.noted.next is None
+    assert board.told == [] or board.told[-1].current == board.running

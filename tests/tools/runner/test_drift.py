@@ -1,0 +1,143 @@
+"""Drift: none of chance, and what is seen of brightness, noise and other classes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt.tools.runner.drift import Drift, Reference, chi_squared, distance, numbers, place
+
+SEEDS = range(20)
+EVERY = 25  # examples between two looks
+
+
+def scene(
+    rng: np.random.Generator, count: int, *, brighter: float = 0.0, noise: float = 0.05, first: float = 0.5
+) -> tuple[np.ndarray, np.ndarray]:
+    """Images of two classes, dark and bright, with noise, and what a network that tells them apart answers.
+
+    Args:
+        brighter: added to all.
+        noise: its deviation.
+        first: share of the first class.
+    """
+    dark = rng.random(count) < first
+    level = np.where(dark, 0.35, 0.65) + rng.normal(0, 0.05, count) + brighter
+    x = level[:, None, None, None] + rng.normal(0, noise, (count, 1, 8, 8))
+    mean = x.mean(axis=(1, 2, 3))
+    return x.astype(np.float32), np.stack([0.5 - mean, mean - 0.5], axis=1) * 8
+
+
+def seen(drift: Drift, x: np.ndarray, scores: np.ndarray) -> float | None:
+    names, values = numbers(x, scores)
+    drift.add(names, values, scores.argmax(axis=1).tolist())
+    return drift.score()
+
+
+def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
+    """2,500 images each after the reference, looked at 100 times: not one of the 2,000 looks shows any drift."""
+    alarms = looks = 0
+    for seed in SEEDS:
+        rng, drift = np.random.default_rng(seed), Drift()
+        for _ in range(120):
+            score = seen(drift, *scene(rng, EVERY))
+            looks += score is not None
+            alarms += bool(score)
+    assert looks > 1900
+    assert alarms == 0
+
+
+@pytest.mark.parametrize(
+    ("shift", "least", "by"),
+    [
+        ({"brighter": 0.1}, 0.3, ("mean 0",)),
+        ({"noise": 0.1}, 0.3, ("deviation 0", "grain")),
+        ({"first": 0.05}, 0.3, ("class", "mean 0")),
+    ],
+    ids=["brightness", "noise", "class"],
+)
+def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by: tuple[str, ...]) -> None:
+    """After 500 images that are brighter, noisier or of other shares, drift is above what starts a job."""
+    for seed in SEEDS:
+        rng, drift = np.random.default_rng(seed), Drift()
+        for _ in range(40):
+            seen(drift, *scene(rng, EVERY))
+        assert drift.score() == 0.0
+        for _ in range(20):
+            score = seen(drift, *scene(rng, EVERY, **shift))
+        assert score is not None
+        assert score > least, seed
+        moved = drift.distances()
+        assert all(moved[name] > 0 for name in by), moved
+
+
+def test_it_comes_back_to_0_when_the_inputs_do() -> None:
+    """What lies far back weighs little."""
+    rng, drift = np.random.default_rng(0), Drift()
+    seen(drift, *scene(rng, 1000))
+    assert (seen(drift, *scene(rng, 500, brighter=0.2)) or 0) > 0.5
+    assert seen(drift, *scene(rng, 3000)) == 0.0
+
+
+def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
+    """Brightness that wanders slowly, as of a camera: images in a row are not so many independent ones."""
+    for seed in SEEDS:
+        rng, drift, wander, alarms = np.random.default_rng(seed), Drift(), 0.0, 0
+        for _ in range(200):
+            levels = []
+            for _ in range(EVERY):
+                wander = 0.9 * wander + rng.normal(0, 0.05)
+                levels.append(0.5 + wander)
+            x = np.array(levels)[:, None, None, None] + rng.normal(0, 0.05, (EVERY, 1, 4, 4))
+            mean = x.mean(axis=(1, 2, 3))
+            alarms += bool(seen(drift, x.astype(np.float32), np.stack([-mean, mean], axis=1)))
+        assert alarms == 0, seed
+
+
+def test_small_samples_need_larger_distances() -> None:
+    """The same shares are drift in 10,000 examples, sqrt(0.3^2 / (8 ln 2)) about, and chance in 40."""
+    before, now = [100.0] * 10, [1.3, 0.7] * 5
+    assert distance(before, [each * 4 for each in now], 1.0, 40) == 0.0
+    assert distance([each * 100 for each in before], [each * 1000 for each in now], 1.0, 10_000) == pytest.approx(
+        0.127, abs=0.003
+    )
+    assert distance([0.0, 100.0], [100.0, 0.0], 1.0, 100) == 1.0
+
+
+def test_values_that_are_all_equal_are_left_by_any_other() -> None:
+    """A bin of its own for values that are exactly an edge."""
+    assert [place((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
+    drift, scores = Drift(size=100), np.tile([[0.0, 1.0]], (100, 1))
+    assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) is None
+    assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) == 0.0
+    assert (seen(drift, np.full((100, 1, 2, 2), 2, np.float32), scores) or 0) > 0.7
+
+
+def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
+    """As JSON and back; what it holds are limits and counts, no more numbers for more examples."""
+    rng = np.random.default_rng(1)
+    drift = Drift()
+    seen(drift, *scene(rng, 500))
+    assert drift.reference is not None
+    kept = msgspec.json.decode(msgspec.json.encode(drift.reference), type=Reference)
+    assert kept == drift.reference
+    assert kept.whole
+    assert sum(map(len, kept.counts)) == 19 * len(kept.names)
+    again = Drift(kept)
+    assert seen(again, *scene(rng, 500)) == 0.0
+    assert not msgspec.structs.replace(kept, counts=kept.counts[:1]).whole
+
+
+def test_rows_and_series_have_numbers_too() -> None:
+    """Each value of a short row, mean and deviation of a long one, channels of a series."""
+    scores = np.zeros((3, 2))
+    assert numbers(np.zeros((3, 2)), scores)[0] == ("value 0", "value 1", "confidence", "entropy")
+    assert numbers(np.zeros((3, 64)), scores)[0] == ("mean", "deviation", "grain", "confidence", "entropy")
+    assert numbers(np.zeros((3, 9, 1)), scores)[0] == ("mean 0", "deviation 0", "confidence", "entropy")
+
+
+def test_the_chi_squared_quantile_is_that_of_tables() -> None:
+    """0.1 % of 9 degrees: 27.88; 5 % of 1: 3.84."""
+    assert chi_squared(9, 0.001) == pytest.approx(27.88, rel=0.01)
+    assert chi_squared(1, 0.05) == pytest.approx(3.84, rel=0.03)

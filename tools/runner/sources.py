@@ -1,0 +1,111 @@
+"""Examples that a runner fetches itself: files that appear in a folder, and pictures of a camera."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt import extras
+from fedquilt.core import DataError, FedquiltError
+from fedquilt.disk import REAL
+from fedquilt.tools.runner.service import BODY_MOST, Service
+
+LOOK_S: Final = 0.2
+STILL_S: Final = 1.0  # since the last change of a file that cannot be read yet: it may be half written
+CAMERA_TRIES: Final = 20  # pictures in a row that a camera may fail to give
+ENDINGS: Final = (".jpeg", ".jpg", ".npy", ".npz", ".png")
+
+Say = Callable[[str], None]
+
+
+class Folder:
+    """Answers to the files of a folder, those that are there and those that appear, as lines of JSON.
+
+    Args:
+        service: that answers.
+        folder: is looked into; what lies in folders within is left alone.
+        say: takes a line.
+        clock: seconds since 1970, as the disk has them.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+
+    def __init__(self, service: Service, folder: Path, say: Say, clock: Callable[[], float] = time.time) -> None:
+        if not folder.is_dir():
+            raise DataError(f"{folder} is no folder: name one in which images or .npy files appear")
+        self._service, self._folder, self._say, self._clock = service, folder, say, clock
+        self._done: dict[str, tuple[int, int, int]] = {}  # of files that are there still
+
+    def step(self) -> None:
+        """Answer to what is new."""
+        try:
+            found = {each.name: each for each in REAL.entries(self._folder) if not each.is_dir}
+        except OSError as error:
+            raise DataError(f"cannot look into {self._folder}: {error.strerror}") from None
+        self._done = {name: known for name, known in self._done.items() if name in found}
+        for name in sorted(found):
+            file = found[name]
+            known = (file.inode, file.size, file.mtime_ns)
+            if self._done.get(name) == known or Path(name).suffix.lower() not in ENDINGS:
+                continue
+            try:
+                if file.size > BODY_MOST:
+                    raise DataError(f"{file.size} bytes: at most {BODY_MOST} are read")
+                told = self._service.asked(REAL.read(self._folder / name))
+            except (FedquiltError, OSError) as error:
+                if abs(self._clock() - file.mtime_ns / 1e9) < STILL_S:
+                    continue  # it is looked at again
+                told = {"error": str(error)}
+            self._done[name] = known
+            self._say(json.dumps({"file": name, **told}))
+
+
+class Camera:
+    """Answers to pictures of a camera, as lines of JSON.
+
+    Args:
+        service: that answers.
+        device: path of the camera, such as /dev/video0.
+        every_s: seconds between two pictures.
+        say: takes a line.
+
+    Raises:
+        JobError: OpenCV is not installed.
+        DataError: there is no such camera, or it gives no pictures, or the network takes none.
+    """
+
+    def __init__(self, service: Service, device: str, every_s: float, say: Say) -> None:
+        cv2: Any = extras.load("cv2")
+        self._cv2, self._service, self._device, self._every_s, self._say = cv2, service, device, every_s, say
+        self._camera = cv2.VideoCapture(device)
+        if not self._camera.isOpened():
+            raise DataError(f"cannot open the camera {device}: is it there, and may this user read it (group video)?")
+        self._due_s, self._missed = 0.0, 0
+
+    def step(self) -> None:
+        """Answer to a picture, if one is due."""
+        there = self._camera.grab()  # always: else the camera's queue holds old pictures
+        if time.monotonic() < self._due_s:
+            return
+        fine, frame = self._camera.retrieve() if there else (False, None)
+        if not fine:
+            self._missed += 1
+            if self._missed >= CAMERA_TRIES:
+                raise DataError(f"the camera {self._device} gives no pictures any more")
+            return
+        self._missed, self._due_s = 0, time.monotonic() + self._every_s
+        grey = (self._service.image or {}).get("channels") == 1
+        x = self._cv2.cvtColor(frame, self._cv2.COLOR_BGR2GRAY if grey else self._cv2.COLOR_BGR2RGB)
+        try:
+            told = self._service.stored(x[None])[0].told()
+        except FedquiltError as error:
+            told = {"error": str(error)}
+        self._say(json.dumps({"at": time.time(), **told}))
+
+    def close(self) -> None:
+        """Let go of the camera."""
+        self._camera.release()
