@@ -156,17 +156,17 @@ class Rolling:
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
             while (state := self._states[id]).status in ("queued", "running") or (arrived and state.status == "done"):
-                fact = rollouts.decide(state, self.fleet(state, now_s), now_s, self._store.rollouts.serial())
+                fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial())
                 if fact is None:
                     break
                 self._record([(id, fact)], now_s)
 
-    def fleet(self, state: Rollout, now_s: float) -> dict[str, Seen]:
+    def fleet(self, state: Rollout) -> dict[str, Seen]:
         """The boards that a rollout selects, or has offered its release to, and that no later one has or will have."""
         order = list(self._states)
         later = [self._states[id] for id in order[order.index(state.id) + 1 :]]
         later = [each for each in later if each.plan.kind == state.plan.kind]
-        views, found = self._registry.seen(now_s), {}
+        found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
             profile = known.profile if known is not None else None
@@ -180,7 +180,7 @@ class Rolling:
                     continue
             if any(device in each.offered for each in later):
                 continue
-            online = device in views and views[device].online
+            online = known is not None and known.online  # one that has just gone is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
             found[device] = Seen(online, max(self._opened_s, self._told_s.get(device, -math.inf), gone_s))
         return found

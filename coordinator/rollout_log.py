@@ -6,7 +6,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -98,12 +98,12 @@ class RolloutLog:
 
     def all(self) -> list[Kept]:
         """Every rollout whose rows can be read, in the order of queueing."""
-        with storing(self._home):
+        with self._reading():
             return self._all()[0]
 
     def unreadable(self) -> dict[str, str]:
         """Id -> why its rows cannot be read."""
-        with storing(self._home):
+        with self._reading():
             return self._all()[1]
 
     def find(self, rollout: str = "") -> Kept:
@@ -123,7 +123,7 @@ class RolloutLog:
 
     def facts(self, id: str) -> list[tuple[int, float, AnyFact]]:
         """(sequence, wall-clock seconds, fact) of a rollout, oldest first."""
-        with storing(self._home):
+        with self._reading():
             return list(self._facts(self._line(id), 0, FIRST))
 
     def append(self, facts: Sequence[tuple[str, AnyFact]]) -> None:
@@ -170,6 +170,12 @@ class RolloutLog:
             latest[state.plan.kind] = state
             owners.update({(device, state.plan.kind): state for device in state.offered})
         return wanted | {each.plan.blob.sha256 for each in (*owners.values(), *latest.values()) if each.plan.blob}
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Rows and facts of one moment: a coordinator may write between two looks."""
+        with storing(self._home), nullcontext() if self._db.in_transaction else self._rows.together("deferred"):
+            yield
 
     # -- within: nothing here turns SQLite's errors into a sentence --
 

@@ -37,7 +37,9 @@ class Exported(NamedTuple):
         """
         if self.input is not None:
             return inputs.prepare(x, self.input)
-        return training.features(x, self.network or {})
+        made = training.features(x, self.network or {})
+        flat = made.reshape(len(made), -1)  # as its first layer makes it of whatever shape
+        return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
 
 
 def read(facts: Mapping[str, str]) -> Exported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from rolled import MODEL, OTHER, TOPICS, Ground, Judge, good
 from fedquilt import wire
 from fedquilt.coordinator import requests
 from fedquilt.coordinator.rollouts import Aborted, Done, Heard, Offered, Passed, Plan
+from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, StoreError
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
@@ -115,6 +117,18 @@ def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(gr
     ground.play(20.0)
     assert len(ground.having()) == 9
     assert ground.state(id).phase("b-003") == ground.state(id).phase("b-008") == "committed"
+
+
+def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
+    """A job would wait for it for a moment; a canary would hold the rollout up."""
+    boards = ground.fleet(30)
+    ground.play(6.0)
+    for board in boards[1:]:
+        board.go()
+    ground.play(1.0)
+    id = ground.deploy(patience_s=1000.0)
+    ground.play(5.0)
+    assert ground.state(id).offered.get("b-000") == 0
 
 
 def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground) -> None:
@@ -302,6 +316,26 @@ def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> Non
     ground.play(30.0)
     assert ground.state().status == "done"
     assert ground.store.held() == {digests[1]}
+
+
+def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) -> None:
+    """A fact that comes between the row and the facts looks like damage else."""
+    id = ground.deploy()
+    ground.play(8.0)
+    with Store(ground.home) as reader:
+        line = reader.rollouts._line
+        number = itertools.count(100)
+
+        def slow(wanted: str) -> Any:
+            found = line(wanted)
+            ground.store.rollouts.append([(id, Offered(0, (f"x-{next(number)}",)))])
+            return found
+
+        reader.rollouts._line = slow  # type: ignore[method-assign]
+        assert [kept.state.id for kept in reader.rollouts.all()] == [id]
+        assert reader.rollouts.find().state.id == id
+        assert reader.rollouts.facts(id)
+        assert reader.rollouts.unreadable() == {}
 
 
 def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
