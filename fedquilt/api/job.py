@@ -133,6 +133,7 @@ class Job:
     wire: Encoding | Mapping[str, Any] = Encoding()
     stop: jobs.Stop | Mapping[str, Any] = jobs.Stop()
     check: jobs.Check | Mapping[str, Any] = jobs.Check()
+    trigger: jobs.Trigger | Mapping[str, Any] | None = None  # of `fedquilt run` alone
     engine: str | None = None
     max_update_mb: int | None = None
     priority: float = 1.0

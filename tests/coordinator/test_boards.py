@@ -191,7 +191,8 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path)
         for tenth in range(5 * 3600 // 30):
             i = tenth % 10
             store.write(
-                [], [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10, i, i / 10, 1 - i / 10))]
+                [],
+                [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10, i, i / 10, (i + 1) / 10))],
             )
             if tenth % 7 == 0:
                 store.tidy(30.0 * tenth)
@@ -232,6 +233,36 @@ def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path)
     with BoardStore(tmp_path) as store:
         assert (store.boards(), store.latest(0.0), store.readings("a", 0, 100)) == ([], {}, [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_database_of_version_1_is_read_as_it_is_and_written_with_what_it_lacks(tmp_path: Path) -> None:
+    """Its readings have no drift; whoever only looks changes nothing."""
+    db = sqlite3.connect(tmp_path / boards_store.NAME)
+    db.executescript(
+        """create table boards (id integer primary key, device text unique not null, body blob not null);
+        create table readings (
+            step integer, at integer, board integer, power_w real, power_most_w real, temperature_c real,
+            available_bytes integer, task_bytes integer, battery real, primary key (step, at, board)) without rowid;
+        insert into boards values (1, 'a', '{"device":"a"}');
+        insert into readings values (30, 30, 1, 7.5, 8.0, null, null, null, 0.5);
+        pragma user_version = 1;"""
+    )
+    db.close()
+    old = Reading(30, 7.5, 8.0, battery=0.5)
+    with BoardStore(tmp_path) as store:
+        assert store.readings("a", 0, 60) == [old]
+        assert store.latest(60.0) == {"a": old}
+    new = Reading(60, 7.0, served=12, drift=0.25, accuracy=0.875)
+    with BoardStore(tmp_path, writes=True) as store:
+        store.write([], [("a", new)])
+        assert store.readings("a", 0, 60) == [old, new]
+        store.tidy(1000.0)
+        assert store.readings("a", -90000, 600)[0] == Reading(
+            0, 7.25, 8.0, battery=0.5, served=12, drift=0.25, accuracy=0.875
+        )
+    assert boards.joined(new, 2, Telemetry(served=13, drift=0.1, accuracy=0.9), 60) == Reading(
+        60, 7.0, served=13, drift=0.25, accuracy=0.875
+    )
 
 
 def test_a_database_of_a_later_version_is_refused_and_one_that_is_damaged_put_aside(

@@ -42,7 +42,10 @@ def play(counts: Exposed, name: str = "digits") -> None:
 def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     """What a board does not measure has no sample, nor what it measured long ago."""
     known = [
-        (Board("a", online=True, budget_bytes=8, doing=Doing("j", 3, "working", NOW, 0.5)), Reading(int(NOW), 7.5)),
+        (
+            Board("a", online=True, budget_bytes=8, doing=Doing("j", 3, "working", NOW, 0.5)),
+            Reading(int(NOW), 7.5, served=9, drift=0.4),
+        ),
         (Board("b", skew_s=-3.0), Reading(int(NOW) - 3600, 9.0)),
         (Board("c", online=True), None),
     ]
@@ -63,9 +66,12 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
         ("fedquilt_board_power_watts", "a"): 7.5,
         ("fedquilt_board_progress_ratio", "a"): 0.5,
         ("fedquilt_board_clock_skew_seconds", "b"): -3.0,
+        ("fedquilt_board_drift_ratio", "a"): 0.4,
+        ("fedquilt_board_served", "a"): 9,
     }
     assert {key: found.get(key) for key in wanted} == wanted
     assert ("fedquilt_board_power_watts", "b") not in found
+    assert ("fedquilt_board_accuracy_ratio", "a") not in found
     counts.observe(job("digits"), Committed(3, BlobRef(sha256="0" * 64, size=1), False, {}))
     counts.observe(job("digits"), Ended("done", ""))
     found = values(counts.families())

@@ -70,7 +70,13 @@ def test_no_key_is_told_that_is_not_there() -> None:
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
     known |= {field.name for field in msgspec.structs.fields(limits.Limits)}
     tables = {"submitter": limits.Submitter, "retention": limits.Retention}
-    for table, kind in {**tables, "wire": Encoding, "stop": settings.Stop, "check": settings.Check}.items():
+    for table, kind in {
+        **tables,
+        "wire": Encoding,
+        "stop": settings.Stop,
+        "check": settings.Check,
+        "trigger": settings.Trigger,
+    }.items():
         known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
     known |= {*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"}

@@ -7,7 +7,6 @@ for them, and nothing in a file is code.
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +15,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import psutil
 
-from fedquilt import metrics
 from fedquilt.core import DataError, ModelError
-from fedquilt.data import inputs
-from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines import exported
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
 SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 PIXELS_MOST: Final = 16_000_000  # of an image from the network: 48 MB as colours, four times that while it is prepared
 HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
+CLASSES_MOST: Final = 1_000_000
 ARRAYS_MOST: Final = 16  # in an .npz
 
 
@@ -50,22 +48,22 @@ class Classifier:
     def __init__(self, model: Path, labels: Sequence[str] | None = None, *, threads: int = 0) -> None:
         self.model = model
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
-        facts = self._engine.facts(model)
-        self._network = _table(model, facts, "network")
-        self._input = _table(model, facts, "input")
-        if self._input is None and self._network is None:
+        self._about = exported.read(self._engine.facts(model))
+        found = labels or self._about.labels or _numbers(self._about.network)
+        if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
-        if self._network is not None and (task := metrics.task_of(self._network)) != "classes":
-            raise ModelError(f"{model} predicts {task}, and a network that chooses one of several classes is wanted")
-        self.labels = list(labels or _labels(model, facts, self._network))
+        if self._about.task not in (None, "classes"):
+            raise ModelError(
+                f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
+            )
+        self.labels = list(found)
 
     @property
     def image(self) -> Mapping[str, Any] | None:
         """The table of its inputs if they are images; None: they are numbers."""
-        for table in (self._input, (self._network or {}).get("input"), self._network):
-            if table is not None and "channels" in table and "size" in table:
-                return table
-        return None
+        network = self._about.network or {}
+        tables = (self._about.input, network.get("input"), network)
+        return next((table for table in tables if table and "channels" in table and "size" in table), None)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -83,15 +81,10 @@ class Classifier:
         Raises:
             DataError: examples of another shape or type, or numbers that are not finite.
         """
-        if self._input is not None:
-            made = inputs.prepare(x, self._input)
-        else:
-            assert self._network is not None
-            made = training.features(x, self._network)
+        made = self._about.prepared(x)
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
-        if (wanted := self.shape) is not None and made.shape[1:] != wanted:
-            raise DataError(f"an example of shape {made.shape[1:]}, and the network takes {wanted}")
+        exported.require_shape(made, self._engine.input_shape(self.model))
         return made
 
     def scores(self, prepared: np.ndarray) -> np.ndarray:
@@ -145,31 +138,10 @@ class Classifier:
             raise DataError(f"cannot read {named}: {error}") from None
 
 
-def _table(model: Path, facts: Mapping[str, str], name: str) -> dict[str, Any] | None:
-    """A JSON table of a graph's metadata; None: it has none of this name."""
-    if name not in facts:
-        return None
-    try:
-        found = json.loads(facts[name])
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ModelError(f"{model}: what its metadata say under {name!r} is no table: export it again")
-    return found
-
-
-def _labels(model: Path, facts: Mapping[str, str], network: Mapping[str, Any] | None) -> list[str]:
-    try:
-        found = json.loads(facts["labels"]) if "labels" in facts else None
-    except ValueError:
-        found = []
-    if found is None and network is not None:
-        found = [str(number) for number in range(int(network.get("classes", 0)))]
-    if found is None:
-        raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
-    if not isinstance(found, list) or not found:
-        raise ModelError(f"{model}: what its metadata say under 'labels' is no list of names: name them in a file")
-    return [str(each) for each in found]
+def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Numbers of a trained network's classes, as names; (): it does not say how many there are."""
+    count = (network or {}).get("classes")
+    return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= CLASSES_MOST else ()
 
 
 # -- arrays ---------------------------------------------------------------------------------------

@@ -70,6 +70,18 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
     ]
 
 
+def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
+    """Answers, drift, and accuracy where labels arrive; all three for programs too."""
+    with BoardStore(tmp_path, writes=True) as store:
+        known = {"a": Reading(int(NOW) - 10, served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
+        store.write([Board(name, online=True) for name in known], known.items())
+    found = devices.look(tmp_path, NOW)
+    told = devices.lines(found, NOW, wide=80)
+    assert "  serves: 1200 answers, drift 0.41, accuracy 90 %" in told
+    assert "  serves: 3 answers, drift not known yet" in told
+    assert (found[0].row()["drift"], found[0].row()["accuracy"], found[0].row()["served"]) == (0.414, 0.9, 1200)
+
+
 def test_without_a_coordinator_that_is_said(home: Path) -> None:
     """Who is online is then not known."""
     assert "no coordinator serves this home" in devices.lines(devices.look(home, NOW), NOW, served=False)[1]

@@ -271,6 +271,14 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
             assert store.status(run) == "running"
         assert dash.act(run, "delete", **own, **proof, **here)[0] == 404
         assert dash.act("nothing", "stop", **own, **proof, **here)[0] == 404
+        assert dash.act(run, "approve", **own, **proof, **here)[0] == 409  # it waits for nobody
+        with Store(home) as store:
+            store.set_status(run, "waiting for approval")
+        assert dash.act(run, "approve", **here)[0] == 403
+        assert dash.act(run, "approve", **own, **proof, **here)[0] == 200
+        with Store(home) as store:
+            assert store.status(run) == "queued"
+            store.set_status(run, "running")
         status, told = dash.act(run, "stop", **own, **proof, **here)
         assert (status, "no coordinator was running it" in told["said"]) == (200, True)
         assert dash.act(run, "stop", **own, **proof, **here)[0] == 409

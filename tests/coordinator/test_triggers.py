@@ -1,0 +1,221 @@
+"""Jobs that boards' drift starts: when one fires, what comes of it, and what a person sees and does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from by_hand import TABLE, Hand, Stage, ones
+
+from fedquilt import wire
+from fedquilt.coordinator import requests, settings, triggers
+from fedquilt.coordinator.boards_link import Boards
+from fedquilt.coordinator.facts import Noted
+from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row
+from fedquilt.coordinator.triggers import Told, fired
+from fedquilt.coordinator.views import log
+from fedquilt.core import JobError
+
+HOUR = 3600.0
+
+
+def job(**trigger: Any) -> Job:
+    return settings.parse({**TABLE, "trigger": {"pause": "12h", **trigger}})
+
+
+def boards(*drifts: float | None, accuracy: float | None = None) -> list[Told]:
+    return [Told(f"b{number}", drift, accuracy) for number, drift in enumerate(drifts)]
+
+
+# -- the decision ---------------------------------------------------------------------------------
+
+
+def test_it_fires_once_enough_boards_have_drifted() -> None:
+    """A quarter of those that tell: two of eight are enough, one is not; the reason names them, the worst first."""
+    calm = [0.0] * 6
+    assert fired(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
+    assert fired(job(), boards(*calm, 0.5, 0.31), 0.0) == (
+        "[trigger]: 2 of 8 boards that tell are beyond drift 0.3: b6 (drift 0.50), b7 (drift 0.31)"
+    )
+    assert fired(job(), boards(*calm, 0.5, 0.3), 0.0) == ""  # above, not at
+    assert fired(job(drift_above=0.6), boards(*calm, 0.5, 0.5), 0.0) == ""
+    assert fired(job(boards="12.5%"), boards(*calm, 0.5, 0.0), 0.0)
+    assert fired(job(boards="100%"), boards(0.5, 0.5, 0.0), 0.0) == ""
+    assert fired(job(), boards(*[0.9] * 100), 0.0).endswith("b12 (drift 0.90) and 95 more")
+
+
+def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never() -> None:
+    """The share is of boards that tell, and at least one of them."""
+    assert fired(job(boards="1%"), boards(0.5), 0.0)
+    assert fired(job(boards="1%"), [], 0.0) == ""
+
+
+def test_accuracy_counts_where_the_job_says_so() -> None:
+    """A board whose answers become wrong, though its inputs look as before."""
+    told = boards(0.0, None, accuracy=0.7)
+    assert fired(job(), told, 0.0) == ""
+    assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in fired(
+        job(accuracy_below=0.8), told, 0.0
+    )
+
+
+def test_it_pauses_between_two_starts() -> None:
+    """12 hours after the last one; a clock that was set back by years does not stop it for years."""
+    told = boards(0.9)
+    assert fired(job(), told, 11.9 * HOUR, last=0.0) == ""
+    assert fired(job(), told, 12.1 * HOUR, last=0.0)
+    assert fired(job(), told, 0.0, last=1.8e9)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"boards": "0%"}, r"\[trigger\] boards = .0%.: a share of boards is above 0 % and at most 100 %"),
+        ({"boards": "150%"}, r"above 0 % and at most 100 %"),
+        ({"boards": "25"}, r"boards"),
+        ({"pause": "12"}, r"\[trigger\] pause = '12' is no age: a number with m, h, d or w"),
+        ({"drift_above": 1.0}, r"drift_above"),
+        ({"drift": 0.3}, r"drift"),
+    ],
+)
+def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> None:
+    """When the job is submitted, with the key's name."""
+    with pytest.raises(JobError, match=said):
+        job(**table)
+
+
+# -- a coordinator --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Any:
+    """A coordinator of all jobs, whose first one is armed."""
+    made = Stage(tmp_path, Limits(), trigger={"pause": "12h", "boards": "50%"})
+    yield made
+    made.store.close()
+
+
+def tells(stage: Stage, hand: Hand, drift: float | None) -> None:
+    stage.play(0.5)  # nobody keeps telemetry for a coordinator that does not listen yet
+    hand.say("telemetry", wire.Telemetry(served=10, drift=drift))
+
+
+def others(stage: Stage) -> list[Row]:
+    return [row for row in stage.store.jobs() if row.id != stage.job]
+
+
+def reasons(stage: Stage, run: str) -> list[str]:
+    return [fact.said for _, _, fact in stage.store.facts(run) if isinstance(fact, Noted)]
+
+
+def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
+    """Nobody asks for it: half of the boards tell of drift, its run starts, is done, and both logs say why."""
+    a, b = stage.hand("a"), stage.hand("b")
+    assert stage.store.status(stage.job) == ARMED
+    tells(stage, a, 0.0)
+    tells(stage, b, None)
+    stage.play()
+    assert others(stage) == []
+    assert a.tasks == []
+    tells(stage, a, 0.7)
+    stage.play()
+    (started,) = others(stage)
+    assert (started.status, started.job.trigger, started.submitter) == (
+        "running",
+        None,
+        stage.store.job(stage.job).submitter,
+    )
+    for hand in (a, b):
+        hand.answer(ones())
+    stage.play()
+    assert stage.store.status(started.id) == "done"
+    why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
+    assert reasons(stage, started.id) == [why]
+    assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
+    assert log.replayed(started, [fact for _, _, fact in stage.store.facts(started.id)]).phase == "done"
+    stage.play(10.0)
+    assert others(stage) == [stage.store.job(started.id)]  # it pauses, though the drift is there
+    stage.restart()
+    for hand in (a, b):
+        tells(stage, hand, 0.9)
+    stage.play(10.0)
+    assert len(others(stage)) == 1  # also a coordinator that is new knows when it started one last
+
+
+def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) -> None:
+    """[cohort] select is for a label that none has."""
+    stage = Stage(tmp_path, Limits(), trigger={}, cohort={"deadline_s": 30.0, "attempts": 1, "select": ["site=lab"]})
+    tells(stage, stage.hand("a"), 0.9)
+    stage.play()
+    assert others(stage) == []
+    stage.store.close()
+
+
+def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
+    """Until then no board is asked, and no second run is started; `ls` says what it waits for."""
+    stage = Stage(tmp_path, Limits(), trigger={"approve": True, "pause": "1m"})
+    a = stage.hand("a")
+    tells(stage, a, 0.9)
+    stage.play(5.0)
+    (started,) = others(stage)
+    assert started.status == UNAPPROVED
+    assert a.tasks == []
+    row = log.summary(started, stage.store)
+    assert (row["status"], row["waits"]) == (
+        "waiting for approval",
+        f"its owner: `fedquilt approve {started.id} --home {stage.store.home}`",
+    )
+    assert any("waits for its owner" in line for line in log.lines([row], 200))
+    assert "begins" in requests.approve(stage.store, started.id)
+    stage.play()
+    assert a.tasks[-1] is not None
+    assert stage.store.status(started.id) == "running"
+    assert reasons(stage, started.id)[-1].startswith("approved by ")
+    with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
+        requests.approve(stage.store, started.id)
+    stage.store.close()
+
+
+def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
+    """`stop` ends the watch for drift, `resume` begins it anew."""
+    assert "stopped" in requests.stop(stage.store, stage.job)
+    stage.play()
+    assert stage.store.status(stage.job) == "stopped"
+    tells(stage, stage.hand("a"), 0.9)
+    stage.play()
+    assert others(stage) == []
+    requests.resume(stage.store, stage.job)
+    stage.play()
+    assert stage.store.status(stage.job) == ARMED
+    assert len(others(stage)) == 1
+
+
+def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: Stage) -> None:
+    """When it started a run last is not known."""
+    a = stage.hand("a")
+    tells(stage, a, 0.9)
+    stage.play()
+    (started,) = others(stage)
+    a.answer(ones())
+    stage.play()
+    stage.store._db.execute("update facts set body = replace(body, 'drift', 'drifT') where job = ?", (stage.job,))
+    stage.play(5.0)
+    assert len(others(stage)) == 1
+    assert stage.store.status(started.id) == "done"
+
+
+def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
+    """From what is kept of boards, as whoever asks is another process than the coordinator."""
+    noted, now = Boards(stage.store.home), time.time()
+    for name, drift in (("a", 0.9), ("b", 0.1), ("c", 0.1)):
+        noted.heard((name, wire.Presence(online=True, boot="1")), 0.0)
+        noted.heard((name, wire.Telemetry(drift=drift)), 0.0)
+    noted.close()
+    row = stage.store.job(stage.job)
+    told = log.waits(row, stage.store)
+    assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
+    assert triggers.waits(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"
