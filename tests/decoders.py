@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import shutil
 import struct
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import classifiers
 import msgspec
 import numpy as np
 from certified import Certified
@@ -28,6 +30,7 @@ from fedquilt.core import (
     CODECS,
     UNDECODABLE,
     BlobRef,
+    DataError,
     Encoding,
     JobError,
     ModelError,
@@ -47,6 +50,9 @@ from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import stitched
 from fedquilt.tools import demo
+from fedquilt.tools.runner import drift
+from fedquilt.tools.runner.models import Models
+from fedquilt.tools.runner.service import Service
 from fedquilt.transport import envelope, sealed
 from fedquilt.transport.handshake import Grant, Identity, Session
 from fedquilt.transport.link import Message
@@ -89,6 +95,7 @@ def every(folder: Path) -> dict[str, Decoder]:
         **_coordinator(folder / "coordinator"),
         **_agent(folder / "agent"),
         **_tables(),
+        **_runner(folder / "runner"),
     }
 
 
@@ -292,6 +299,38 @@ def _graphs() -> tuple[bytes, ...]:
             continue
         graphs.append(payload)
     return tuple(graphs[:6])
+
+
+# -- what a model runner is asked -----------------------------------------------------------------
+
+
+def _runner(folder: Path) -> dict[str, Decoder]:
+    """Bodies of requests, with a network of ours behind them, and the counts that it keeps of one."""
+    place = classifiers.written(folder / "model.onnx")
+    answers = Service(Models(place, threads=1), size=20)
+    x = np.stack([classifiers.image(level) for level in (0, 90, 250)])
+    files = [io.BytesIO() for _ in range(4)]
+    np.save(files[0], x[0])
+    np.save(files[1], np.asfortranarray(x[1].astype(np.float64)))
+    np.savez(files[2], x=x, y=np.array([0, 1, 1]))
+    np.savez_compressed(files[3], x=x)
+    bodies = [each.getvalue() for each in files]
+    for _ in range(20):
+        answers.asked(bodies[2])
+    kept = drift.reference(("mean",), np.arange(60.0)[:, None], np.arange(60) % 2)
+
+    def compared(payload: bytes) -> object:
+        found = msgspec.json.decode(payload, type=drift.Reference)
+        if found.whole:
+            counted = drift.Drift(found)
+            counted.add(found.names, np.ones((60, len(found.names))), [0] * 60)
+            assert 0.0 <= (counted.score() or 0.0) <= 1.0
+        return found
+
+    return {
+        "asked": Decoder("tools/artefacts/classifier.py", answers.asked, (DataError,), tuple(bodies), share=0.2),
+        "reference": Decoder("tools/runner/service.py", compared, UNDECODABLE, (msgspec.json.encode(kept),), share=0.2),
+    }
 
 
 # -- what the coordinator reads -------------------------------------------------------------------

@@ -56,7 +56,7 @@ def deploy(
             print((requests.roll_back if rollback else requests.abort)(store, run or ""))
             return
         if (run is None) == (model is None):
-            raise click.UsageError("either RUN or --model FILE.onnx", click.get_current_context())
+            raise click.UsageError("name RUN or --model FILE.onnx: one of them", click.get_current_context())
         limits = wire.Limits(
             min_gain=min_gain,
             max_latency_s=max_latency,

@@ -23,6 +23,13 @@ BOARDS = [  # by test_tutorials.py
     "fedquilt devices --home runs",
 ]
 ON_BOARDS = ["fedquilt serve-model models --http 127.0.0.1:8080"]  # by tests/tools/runner/test_command.py
+DEPLOYED = [  # by tests/end_to_end/test_rollout.py, and the last one by test_upgrade.py there
+    "fedquilt deploy train --home runs --canary 5% --phases 25,100 --abort-above 10% --min-gain -0.5pt "
+    "--max-latency 40ms",
+    "fedquilt rollouts --home runs",
+    "fedquilt deploy --rollback --home runs",
+    "fedquilt upgrade agents.tar --home runs",
+]
 SIMULATED = [
     "fedquilt init --method fedprox --data digits --out job.toml",
     "fedquilt prepare job.toml",
@@ -38,7 +45,7 @@ def test_it_is_a_front_door() -> None:
 
 def test_no_command_is_left_out() -> None:
     """A new one needs a place in one of the lists above."""
-    assert documents.commands(PAGE) == [*ELSEWHERE, *BOARDS, *ON_BOARDS, *SIMULATED]
+    assert documents.commands(PAGE) == [*ELSEWHERE, *BOARDS, *DEPLOYED, *ON_BOARDS, *SIMULATED]
     assert set(BOARDS) <= set(documents.commands("docs/tutorials/fleet.md"))
 
 

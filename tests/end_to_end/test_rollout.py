@@ -186,7 +186,8 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
         return "\n".join([fedquilt("rollouts", "digits", "--home", str(home)), *logs])
 
     name = facts_name(home)
-    told = fedquilt("deploy", name, "--home", str(home), *"--soak 1s --canary 40% --phases 100 --patience 2s".split())
+    words = ("--soak", "1s", "--canary", "40%", "--phases", "100", "--patience", "2s")
+    told = fedquilt("deploy", name, "--home", str(home), *words)
     assert "`fedquilt rollouts model-" in told
     until(lambda: installed(home, "soaking") or installed(home, "committed"), "a board that has swapped", told=said)
     processes.kill("coordinator")

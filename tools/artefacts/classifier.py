@@ -81,7 +81,8 @@ class Classifier:
         Raises:
             DataError: examples of another shape or type, or numbers that are not finite.
         """
-        made = self._about.prepared(x)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
+            made = self._about.prepared(x)
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
         exported.require_shape(made, self._engine.input_shape(self.model))

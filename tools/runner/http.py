@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt.core import DataError, FedquiltError
+from fedquilt.core import UNDECODABLE, DataError, FedquiltError
 from fedquilt.tools.dash import guard
 from fedquilt.tools.runner.service import BODY_MOST, Service, UnknownAnswerError
 
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/v1/label":
                 try:
                     label = msgspec.json.decode(self._body(self._size(SMALL_MOST)), type=_Label)
-                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     raise RefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
                 return {"right": self.server.service.label(label.id, label.label)}
         raise RefusedError(404, f"nothing is posted to {self.path[:100]!r}; there are /v1/classify and /v1/label")

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt.core import DataError, FedquiltError
+from fedquilt.core import UNDECODABLE, DataError, FedquiltError
 from fedquilt.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
 from fedquilt.tools.runner import drift
@@ -257,6 +257,6 @@ class Service:
             return {sha256: each for sha256, each in found.items() if each.whole}
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, *UNDECODABLE) as error:
             log.warning("%s cannot be used (%s): the next answers make new ones", self._home / REFERENCES, error)
             return {}

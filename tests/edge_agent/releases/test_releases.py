@@ -179,6 +179,27 @@ def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None
     assert last(site).phase == "committed"
 
 
+def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others(site: Site, toy: ToyKind) -> None:
+    """A task's blobs take all of the cache meanwhile; once the model is staged, its blob may go."""
+    site.start(cache="10B")
+    toy.need, site.board.available_bytes = 5 << 30, 4 << 30
+    wanted = deploy(site)
+    site.run(5.0)
+    assert last(site).phase == "waiting"
+    fetched = len(site.all("installed"))
+    site.ask()
+    site.bench.finish()
+    site.run(5.0)
+    assert wanted.blob is not None
+    assert site.agent.local.depot.has(wanted.blob)
+    site.ack()
+    site.board.available_bytes = 6 << 30
+    site.run(20.0)
+    assert last(site).phase == "committed"
+    assert "fetching" not in [each.phase for each in site.all("installed")[fetched:] if each.reason]
+    assert site.agent.releases.needed() == set()
+
+
 def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
     """It says so, and goes on once the clock is set and the window open."""
     site.clock = lambda: site.broker.now_s

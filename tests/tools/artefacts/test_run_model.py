@@ -106,6 +106,18 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
     assert Row(**told["images"][1]) == run_model(model, source)[1]
 
 
+def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
+    """Its table says how many classes it has; one that predicts numbers is refused."""
+    x = np.broadcast_to(LEVELS[:, None, None], (4, 4, 4))
+    table = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
+    model = network(tmp_path / "trained.onnx", {"network": json.dumps(table)})
+    rows = run_model(model, npz(tmp_path / "a.npz", x=x, y=np.array([0, 0, 1, 1])))
+    assert [(row.label, row.truth) for row in rows] == [("0", "0"), ("0", "0"), ("1", "1"), ("1", "1")]
+    model = network(tmp_path / "numbers.onnx", {"network": json.dumps({**table, "task": "regression"})})
+    with pytest.raises(ModelError, match="predicts regression, and a network that chooses one of several classes"):
+        run_model(model, tmp_path / "a.npz")
+
+
 def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None:
     """Another network, no images, a damaged image, labels out of range, code in an .npz."""
     empty = tmp_path / "empty"

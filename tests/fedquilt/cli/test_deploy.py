@@ -1,0 +1,228 @@
+"""`fedquilt deploy` and `rollouts`: what they take, queue, refuse and show."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.cli import deploy, main
+from fedquilt.coordinator import preflight, settings
+from fedquilt.coordinator.facts import Started
+from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan
+from fedquilt.coordinator.store import Store
+from fedquilt.edge_agent.engines import numpy_engine
+
+NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+
+
+def graph(operator: str = "Relu") -> bytes:
+    """A small ONNX file with one operator."""
+    helper = pytest.importorskip("onnx.helper", reason="onnx is not installed")
+    infos = [helper.make_tensor_value_info(name, 1, ["n", 4]) for name in ("x", "y")]
+    made = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "g", infos[:1], infos[1:])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+def ran(home: Path, method: str = "fedavg", status: str = "done") -> str:
+    """A run that has come to its first state; its id."""
+    folder = home.with_name(f"{home.name}.bundle")
+    first = numpy_engine.init(NETWORK, seed=0)
+    bundle.write(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode(first)})
+    job = settings.parse({"name": "digits", "method": method})
+    with Store(home) as store:
+        id = store.add(job, folder)
+        state = preflight.first_state(job, bundle.load(folder))
+        store.append(id, Started(store.depot.put(tensors.pack(state))))
+        store.set_status(id, status)
+    return id
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home without runs."""
+    Store(tmp_path / "runs").close()
+    return tmp_path / "runs"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The sentence with which a command line is refused."""
+    with contextlib.suppress(SystemExit):  # words that the command line does not take
+        assert main(list(words)) != 0
+    return capsys.readouterr().err
+
+
+def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option has its place in the plan; nobody serves the home, which is said."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph())
+    words = (
+        *("deploy", "--home", str(home), "--model", str(file), "--to", "site=lab", "!spare", "--canary", "2%"),
+        *("--phases", "25,100", "--abort-above", "10%", "--min-gain", "-0.5pt", "--max-latency", "40ms"),
+        *(
+            "--max-energy",
+            "0.5",
+            "--max-peak",
+            "500MB",
+            "--soak",
+            "2min",
+            "--window",
+            "02:00-05:00",
+            "--patience",
+            "1h",
+        ),
+        "--force",
+    )
+    assert main(list(words)) == 0
+    out = capsys.readouterr().out
+    with Store(home) as store:
+        (kept,) = store.rollouts.all()
+        assert store.depot.load(kept.state.plan.blob.sha256) == graph()  # type: ignore[union-attr]
+    plan = kept.state.plan
+    assert (plan.kind, plan.name, plan.select, plan.shares) == (
+        "model",
+        "net",
+        ("site=lab", "!spare"),
+        (0.02, 0.25, 1.0),
+    )
+    assert (plan.abort_above, plan.soak_s, plan.window, plan.patience_s) == (0.1, 120.0, "02:00-05:00", 3600.0)
+    limits = plan.limits
+    assert (limits.min_gain, limits.max_latency_s, limits.max_energy_j) == (-0.005, 0.04, 0.5)
+    assert (limits.max_peak_bytes, plan.force) == (500_000_000, True)
+    assert f"{kept.state.id}: net.onnx; `fedquilt rollouts {kept.state.id} --home {home}` shows" in out
+    assert f"`fedquilt serve --home {home}` carries it out" in out
+
+
+def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blob is the file that `export` makes."""
+    pytest.importorskip("torch", reason="a network is written as ONNX by torch")
+    run, file = ran(home), home.with_name("out.onnx")
+    assert main(["deploy", "digits", "--home", str(home)]) == 0
+    assert main(["export", "digits", "--home", str(home), "--out", str(file)]) == 0
+    with Store(home) as store:
+        plan = store.rollouts.find(run).state.plan
+        assert store.depot.load(plan.blob.sha256) == file.read_bytes()  # type: ignore[union-attr]
+    assert plan.name == run
+
+
+@pytest.mark.parametrize("method", ["fedrep", "local"])
+def test_a_network_of_which_a_part_stays_on_boards_is_refused_by_name(
+    home: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """With the mend; nothing is queued."""
+    ran(home, method)
+    said = refused(capsys, "deploy", "digits", "--home", str(home))
+    assert f"{method} leaves" in said
+    assert "--model FILE.onnx" in said
+    with Store(home) as store:
+        assert store.rollouts.all() == []
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [(b"no graph", "net.onnx: it is no ONNX file"), (b"", "net.onnx"), ("RandomNormalLike", "'RandomNormalLike'")],
+)
+def test_a_file_that_no_board_would_load_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str], payload: bytes | str, said: str
+) -> None:
+    """As a board would refuse it, before anything is sent."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph(payload) if isinstance(payload, str) else payload)
+    assert said in refused(capsys, "deploy", "--model", str(file), "--home", str(home))
+    with Store(home) as store:
+        assert store.rollouts.all() == []
+
+
+def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing, both, a run that is not done, a file that is not there, two wishes at once."""
+    ran(home, status="stopped")
+    at = ("--home", str(home))
+    assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", *at)
+    assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", "digits", "--model", "x", *at)
+    assert "is stopped, so that it has no result yet" in refused(capsys, "deploy", "digits", *at)
+    assert "cannot read none.onnx" in refused(capsys, "deploy", "--model", "none.onnx", *at)
+    assert "--rollback and --abort: one of them" in refused(capsys, "deploy", "--rollback", "--abort", *at)
+    assert "no rollout ''" in refused(capsys, "deploy", "--abort", *at)
+    assert "no runs in" in refused(capsys, "deploy", "--abort", "--home", str(home / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--canary", "105%"), "105% is not between 0 % and 100 %"),
+        (("--canary", "few"), "'few%' is no share"),
+        (("--phases", "50,25"), "do not grow"),
+        (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt, %"),
+        (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
+        (("--soak", "-1s"), "-1s is less than 0"),
+        (("--max-peak", "much"), "'much' is no size"),
+        (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
+        (("--to", "Site Lab"), "selects no boards"),
+    ],
+)
+def test_a_number_that_is_none_is_named(
+    home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    """With what would be one."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph())
+    assert said in refused(capsys, "deploy", *words, "--model", str(file), "--home", str(home))
+
+
+def test_shares_points_and_times_are_read() -> None:
+    """With their signs and units."""
+    assert [deploy.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
+    assert [deploy.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
+    assert [deploy.seconds(each) for each in ("40ms", "60s", "10min", "2h", "1d")] == [
+        0.04,
+        60.0,
+        600.0,
+        7200.0,
+        86400.0,
+    ]
+
+
+def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a table, in detail with the boards that have not committed it, and as JSON."""
+    assert main(["rollouts", "--home", str(home)]) == 0
+    assert f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one" in capsys.readouterr().out
+    with Store(home) as store:
+        id = store.rollouts.add(Plan("model", "digits-20261123-041500-1a2b3c", select=("site=lab",)))
+        facts = [
+            Begun(7),
+            Offered(0, ("a", "b", "c")),
+            Heard("a", 7, "committed"),
+            Heard("b", 7, "waiting", "a task runs"),
+        ]
+        store.rollouts.append([(id, fact) for fact in facts])
+    assert main(["rollouts", "--home", str(home)]) == 0
+    (_, line) = capsys.readouterr().out.splitlines()
+    assert line.split()[:4] == [id, "digits-20261123-041500-1a2b3c", "running", "canary"]
+    assert "1 committed, 1 waiting, 1 silent" in line
+    assert main(["rollouts", "digits", "--home", str(home)]) == 0
+    told = capsys.readouterr().out
+    assert "canary 5 %: offered to 3 boards" in told
+    assert "for site=lab" in told
+    assert [line.split()[:3] for line in told.splitlines()[-2:]] == [["b", "0", "waiting"], ["c", "0", "silent"]]
+    assert main(["rollouts", id, "--home", str(home), "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["counts"] == {"committed": 1, "waiting": 1, "silent": 1}
+    assert [board["device"] for board in values["boards"]] == ["b", "c", "a"]
+    assert "no rollout 'none'" in refused(capsys, "rollouts", "none", "--home", str(home))
+
+
+def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the rollout's id, its name, or the latest."""
+    with Store(home) as store:
+        id = store.rollouts.add(Plan("model", "digits"))
+    assert main(["deploy", "--abort", "--home", str(home)]) == 0
+    assert f"{id} of digits is ended as soon as a coordinator serves {home}" in capsys.readouterr().out
+    with Store(home) as store:
+        assert store.rollouts.find("digits").wish == "abort"
+    assert f"{id} is queued; `fedquilt deploy --abort {id}` ends it" in refused(
+        capsys, "deploy", "--rollback", id, "--home", str(home)
+    )
