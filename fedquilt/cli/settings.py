@@ -56,7 +56,9 @@ def settings(words: tuple[str, ...], phased: Phased, back: bool, home: Path) -> 
     from fedquilt.edge_agent.upgrade import central
 
     if bool(words) == back:
-        raise click.UsageError("KEY=VALUE... (before --to) or --back: one of them", click.get_current_context())
+        raise click.UsageError(
+            "settings such as budget=1GB (before --to) or --back: one of them", click.get_current_context()
+        )
     with homes.existing(home) as store:
         if back:
             print(phases.take_back(store, "settings"))

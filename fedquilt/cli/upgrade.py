@@ -23,7 +23,7 @@ def upgrade(bundle: Path | None, phased: Phased, back: bool, home: Path) -> None
     from fedquilt.edge_agent.upgrade import archive
 
     if (bundle is None) != back:
-        raise click.UsageError("BUNDLE or --back: one of them", click.get_current_context())
+        raise click.UsageError("either BUNDLE or --back", click.get_current_context())
     with homes.existing(home) as store:
         if bundle is None:
             print(phases.take_back(store, "agent"))

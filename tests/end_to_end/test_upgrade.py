@@ -90,7 +90,12 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     """No round is without a board, no work is lost, and each state has the bits that it has on virtual time."""
     plan = make_job(tmp_path)
     path, broker, home = tmp_path / "job.toml", mosquitto(), tmp_path / "runs"
-    long = {**TABLE, "rounds": 1000, "cohort": {"deadline_s": 240.0, "start_devices": 3, "min_devices": 3}}
+    long = {
+        **TABLE,
+        "rounds": 1000,
+        "params": {**TABLE["params"], "epochs": 2},
+        "cohort": {"deadline_s": 240.0, "start_devices": 3, "min_devices": 3},
+    }
     path.write_text(config.text({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))}))
     members = [str(table["device"]) for table in plan.agents()]
     for table in plan.agents():
