@@ -23,7 +23,7 @@ from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Faile
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.releases.releases import Releases
-from fedquilt.edge_agent.releases.served import Runner
+from fedquilt.edge_agent.served import Runner
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget

@@ -54,7 +54,7 @@ def run_agent(settings: AgentSettings) -> None:
         log.info("%s", UNSIGNED)
     cage, home = budget.Cage(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, confine.command(home), cage)
-    checks = ChildWorker(0.0, start.command(home, models.folder(settings)), cage)
+    checks = ChildWorker(0.0, start.command(models.folder(settings)), cage)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
     deployed = models.Models(settings, board, checks, lambda: agent.settings.budget_bytes(board.memory_bytes))

@@ -11,7 +11,7 @@ import fedquilt
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.events import Means, Open
-from fedquilt.edge_agent.releases.served import Served
+from fedquilt.edge_agent.served import Served
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 

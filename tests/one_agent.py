@@ -15,6 +15,7 @@ from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Task, Update, Work, derive_seed
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.kind import Kind
+from fedquilt.edge_agent.served import Runner
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 from fedquilt.edge_agent.task.protocol import Event, Order, Outcome
@@ -115,6 +116,7 @@ class Site:
         self.board = Board()
         self.kinds: dict[str, Kind] = {}
         self.clock: Callable[[], float | None] = lambda: None
+        self.runner: Runner | None = None
         self.start()
 
     def start(self, worker: Worker | None = None, **changes: Any) -> None:
@@ -125,7 +127,13 @@ class Site:
         self.own: MemoryLink = self.broker.connect()
         options = AgentSettings(**{"device": "d", "fleet": "f", "home": str(self.folder / "d"), **changes})
         self.agent = Agent(
-            self.own, options, self.board, worker or self.bench, kinds=self.kinds, clock=lambda: self.clock()
+            self.own,
+            options,
+            self.board,
+            worker or self.bench,
+            kinds=self.kinds,
+            runner=self.runner,
+            clock=lambda: self.clock(),
         )
         self.run()
 

@@ -28,7 +28,7 @@ from fedquilt.edge_agent.releases.hook import Hook
 from fedquilt.edge_agent.releases.judging import judged
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
-from fedquilt.edge_agent.releases.served import Runner, Served
+from fedquilt.edge_agent.served import Runner, Served
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import Outcome, Progressed
 from fedquilt.edge_agent.task.worker import ChildWorker
@@ -40,7 +40,10 @@ CHECK_S: Final = 900.0  # most that a check may take, without the building of a 
 METERED_S: Final = 3.0  # of answers one after the other on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
 KILLED_MOST: Final = 2  # most restarts of a check whose process was killed from outside
-FAILED_SHARE, FAILED_LEAST = 0.1, 3  # of a runner's answers: a model with more failures does not hold up
+FAILED_LEAST: Final = 5  # failures of the runner with a model, and by how much more often than before, of its answers:
+FAILED_SHARE: Final = (
+    0.1  # with more the model does not hold up. Requests that are wrong themselves fail with any model
+)
 TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
@@ -282,10 +285,11 @@ class Models(Kind):
         first = self._first
         if first is None or told.served < first.served or told.failed < first.failed:  # it has started anew
             self._first = first = told if first is None else Served(model=told.model)
-        failed, served = told.failed - first.failed, told.served - first.served
-        if failed < FAILED_LEAST or failed <= FAILED_SHARE * (failed + served):
+        failed, answers = told.failed - first.failed, told.failed - first.failed + told.served - first.served
+        usual = first.failed / max(first.failed + first.served, 1)
+        if failed < FAILED_LEAST or failed <= (FAILED_SHARE + usual) * answers:
             return ""
-        return f"the model runner failed {failed} of {failed + served} times with it"
+        return f"the model runner failed {failed} of {answers} times with it"
 
     def drop(self) -> None:
         """See `Kind`."""

@@ -266,6 +266,8 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
     match noted.step:
         case "wanted":
             return _go_on(state, noted, seen, now_s)
+        case "swapping":  # nobody could be told of it the first time
+            return replace(state, again_s=inf), (Swap(noted.release),)
         case "soaking":
             if seen.ill:
                 return _return(state, seen.ill)

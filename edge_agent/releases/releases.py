@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from msgspec.structs import replace
@@ -94,13 +95,13 @@ class Releases:
         self._begin(now_s)
         if not payload:
             if leaf in self._kinds:
-                self._feed(leaf, steps.Withdrawn(), now_s)
+                self._happened(leaf, steps.Withdrawn(), now_s)
             return True
         release = wire.decode(payload, Release)
         if release.kind != leaf:
             raise WireError(f"a release of kind {release.kind!r} on the topic of {leaf!r}")
         if leaf in self._kinds:
-            self._feed(leaf, steps.Wanted(release), now_s)
+            self._happened(leaf, steps.Wanted(release), now_s)
             return True
         reason = f"this device exchanges no {leaf}: its agent was started without"
         told = Installed(
@@ -114,11 +115,8 @@ class Releases:
         self._begin(now_s)
         due_s = math.inf
         for name in self._kinds:
-            try:
+            with self._waiting(name, now_s):
                 self._go_on(name, now_s)
-            except FedquiltError as error:  # its disk cannot be read now, for instance
-                log.error("releases of kind %s wait: %s", name, error)
-                self._states[name] = replace(self._states[name], again_s=now_s + plan.LOOK_S)
             due_s = min(due_s, now_s + CHECK_LOOK_S if self._checks(name) else self._states[name].again_s)
         return due_s
 
@@ -141,7 +139,7 @@ class Releases:
                     self._local.require_room(ref.size)
                 except StoreError as full:
                     event = steps.Failed(str(full))
-            self._feed(name, event, now_s)
+            self._happened(name, event, now_s)
 
     def needed(self) -> set[str]:
         """Hashes (sha256) of the blobs that a release waits for or is made of until it is staged."""
@@ -155,7 +153,8 @@ class Releases:
         """Publish how far this device is with the releases of each kind: the broker may have lost it."""
         for name in self._kinds:
             self._told.pop(name, None)
-            self._tell(name)
+            with self._waiting(name):
+                self._tell(name)
 
     def fds(self) -> Sequence[int]:
         """File descriptors of checks."""
@@ -175,7 +174,21 @@ class Releases:
             return
         self._begun = True
         for name, kind in self._kinds.items():
-            self._feed(name, steps.Begun(kind.current(), kind.ill() if self._swapped(name) else ""), now_s)
+            with self._waiting(name, now_s):
+                self._feed(name, steps.Begun(kind.current(), kind.ill() if self._swapped(name) else ""), now_s)
+
+    def _happened(self, name: str, event: steps.Event, now_s: float) -> None:
+        with self._waiting(name, now_s):
+            self._feed(name, event, now_s)
+
+    @contextmanager
+    def _waiting(self, name: str, now_s: float = math.inf) -> Iterator[None]:
+        """Look again later if what is in use cannot be read now: the agent and its task go on."""
+        try:
+            yield
+        except StoreError as error:
+            log.error("releases of kind %s wait: %s", name, error)
+            self._states[name] = replace(self._states[name], again_s=now_s + plan.LOOK_S)
 
     def _swapped(self, name: str) -> bool:
         noted = self._states[name].noted

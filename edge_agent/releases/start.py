@@ -1,6 +1,6 @@
-"""The process of a model's check, confined as a task's.
+"""The process of a model's check, confined as a task's, but that it may write less.
 
-    python -m fedquilt.edge_agent.releases.start HOME MODELS PARENT
+    python -m fedquilt.edge_agent.releases.start MODELS PARENT
 
 It gives up what it can before any library is imported, then is `fedquilt.edge_agent.releases.check`.
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 from fedquilt.edge_agent.task import confine
 
 
-def command(home: Path, models: Path) -> tuple[str, ...]:
-    """The command of this process, which may write below the agent's home and the folder of models alone."""
-    return (sys.executable, "-m", "fedquilt.edge_agent.releases.start", str(home), str(models))
+def command(models: Path) -> tuple[str, ...]:
+    """The command of this process, which may write below the folder of models alone."""
+    return (sys.executable, "-m", "fedquilt.edge_agent.releases.start", str(models))
 
 
 if __name__ == "__main__":
-    confine.confine([*confine.folders(Path(sys.argv[1])), Path(sys.argv[2])])
+    confine.confine(confine.folders(Path(sys.argv[1])))
     from fedquilt.edge_agent.releases import check
 
     check.main()

@@ -21,7 +21,7 @@ SECTIONS: Final = {
     "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "approve", "stop", "resume"),
     "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
-    "Roll out": ("deploy", "rollouts", "serve-model"),
+    "Roll out": ("deploy", "upgrade", "settings", "rollouts", "serve-model"),
     "Watch a fleet": ("devices", "dash", "metrics"),
     "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
     "Experiments": (

@@ -23,11 +23,12 @@ BOARDS = [  # by test_tutorials.py
     "fedquilt devices --home runs",
 ]
 ON_BOARDS = ["fedquilt serve-model models --http 127.0.0.1:8080"]  # by tests/tools/runner/test_command.py
-DEPLOYED = [  # by tests/end_to_end/test_rollout.py
+DEPLOYED = [  # by tests/end_to_end/test_rollout.py, and the last one by test_upgrade.py there
     "fedquilt deploy train --home runs --canary 5% --phases 25,100 --abort-above 10% --min-gain -0.5pt "
     "--max-latency 40ms",
     "fedquilt rollouts --home runs",
     "fedquilt deploy --rollback --home runs",
+    "fedquilt upgrade agents.tar --home runs",
 ]
 SIMULATED = [
     "fedquilt init --method fedprox --data digits --out job.toml",

@@ -144,3 +144,14 @@ def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path
     text = '[data]\npath = "notes.csv"\n\n[data.text]\nvocabulary = "v.txt"\n'
     path.write_text(f'device = "a"\nhome = "home"\nbudget = "1GB"\n\n[broker]\nurl = "mqtt://b"\n\n{text}')
     assert settings.load(path).data["text"] == {"vocabulary": str(tmp_path / "v.txt")}
+
+
+def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_path: Path) -> None:
+    """Words of a command, never a line for a shell."""
+    file = tmp_path / "agent.toml"
+    file.write_text('device = "d"\nhome = "h"\n[models]\nfolder = "srv"\nhook = ["systemctl", "reload", "triton"]\n')
+    found = settings.load(file).models
+    assert (found.folder, found.hook) == (str(tmp_path / "srv"), ("systemctl", "reload", "triton"))
+    file.write_text('device = "d"\nhome = "h"\n[models]\nhook = "systemctl reload triton"\n')
+    with pytest.raises(JobError, match="hook"):
+        settings.load(file)

@@ -36,7 +36,7 @@ class Service:
     user: str = "root"
     folder: str = "/"
     umask: int = 0o022
-    state: str | None = None  # in /var/lib
+    state: str | None = None  # names in /var/lib
     state_mode: int = 0o755
     environment: Mapping[str, str] = field(default_factory=dict)
     credentials: Mapping[str, str] = field(default_factory=dict)  # name -> path
@@ -107,8 +107,8 @@ def start(guest: Guest, service: Service, log: IO[bytes], notify: str | None = N
             raise JobError(f"{service.name} would not start: {path} {'is' if path.startswith('!') else 'is not'} there")
     user, group = (0, 0) if service.user == "root" else guest.ids(service.user)
     environment = {**ENVIRONMENT, **service.environment}
-    if service.state is not None:
-        state = guest.root / "var/lib" / service.state
+    for name in (service.state or "").split():
+        state = guest.root / "var/lib" / name
         state.mkdir(parents=True, exist_ok=True)
         _own(state, user, group, service.state_mode)
     if service.credentials:

@@ -106,6 +106,10 @@ def board(
     for place in _places(table.get("data", {})):
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
+    if (models := known.models.folder) is not None and not models.startswith("/"):
+        raise JobError(
+            f"{path}: [models] folder {models!r} is on the board, so its whole path is wanted: /srv/{models}"
+        )
     files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
     most = None if known.budget is None else agents.size_bytes(known.budget)
     return Board(known.device, files, most, enrols, _limits(known.governor, table.get("profile")))

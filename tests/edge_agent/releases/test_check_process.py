@@ -34,7 +34,7 @@ class Place:
         models = ModelSettings(folder=str(folder / "srv"))
         values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
         self.settings = AgentSettings(device="d", home=str(home), **values)
-        self.worker = ChildWorker(0.0, start.command(home, folder / "srv"))
+        self.worker = ChildWorker(0.0, start.command(folder / "srv"))
         self.models = Models(self.settings, Board(), self.worker)
         self.blob = folder / "blob"
 
@@ -59,7 +59,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def pids(place: Place) -> list[int]:
     """The children of this process that check for this place."""
-    mark = str(Path(place.settings.home)).encode()
+    mark = str(place.models.folder).encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from toy_kinds import ToyKind, release
 from fedquilt.core import BlobRef, ModelError, StoreError
 from fedquilt.edge_agent.releases import window
 from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.served import Runner
 from fedquilt.testing.faults.disk import Crash
 from fedquilt.wire import Installed, Release
 
@@ -179,6 +181,27 @@ def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None
     assert last(site).phase == "committed"
 
 
+def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others(site: Site, toy: ToyKind) -> None:
+    """A task's blobs take all of the cache meanwhile; once the model is staged, its blob may go."""
+    site.start(cache="10B")
+    toy.need, site.board.available_bytes = 5 << 30, 4 << 30
+    wanted = deploy(site)
+    site.run(5.0)
+    assert last(site).phase == "waiting"
+    fetched = len(site.all("installed"))
+    site.ask()
+    site.bench.finish()
+    site.run(5.0)
+    assert wanted.blob is not None
+    assert site.agent.local.depot.has(wanted.blob)
+    site.ack()
+    site.board.available_bytes = 6 << 30
+    site.run(20.0)
+    assert last(site).phase == "committed"
+    assert "fetching" not in [each.phase for each in site.all("installed")[fetched:] if each.reason]
+    assert site.agent.releases.needed() == set()
+
+
 def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
     """It says so, and goes on once the clock is set and the window open."""
     site.clock = lambda: site.broker.now_s
@@ -311,6 +334,45 @@ def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
     told = len(site.all("installed"))
     site.start()
     assert {each.phase for each in site.all("installed")[told:]} == {"committed"}
+
+
+def test_telemetry_tells_what_the_runner_tells(site: Site) -> None:
+    """Nothing any more once it has written nothing for a minute."""
+    site.runner = Runner(site.folder, clock=lambda: site.broker.now_s)
+    told = {"served": 120, "failed": 3, "drift": 0.25, "accuracy": 0.75, "labelled": 40, "model": "", "latency_s": None}
+    (site.folder / "served.json").write_text(json.dumps({**told, "at": time.time()}))
+    site.start(telemetry_s=50.0)
+    site.run(100.0)
+    found = [(each.served, each.drift, each.accuracy) for each in site.all("telemetry")[-3:]]
+    assert found == [(120, 0.25, 0.75), (120, 0.25, 0.75), (None, None, None)]
+
+
+@pytest.mark.parametrize("calls", range(12))
+def test_what_cannot_be_read_for_a_while_ends_nothing(
+    site: Site, toy: ToyKind, caplog: pytest.LogCaptureFixture, calls: int
+) -> None:
+    """From any call on that asks a kind what is in use; a task that runs is none of its business."""
+    site.ask()
+    site.bench.finish()
+    site.run()
+    site.ask(1)
+    current, left = toy.current, iter(range(calls))
+
+    def unreadable() -> str:
+        if next(left, None) is not None:
+            return current()
+        raise StoreError("cannot read choice.json: Input/output error")
+
+    toy.current = unreadable
+    deploy(site, force=True)
+    site.run(10.0)
+    assert "releases of kind model wait: cannot read choice.json" in caplog.text
+    assert all(claim.accepted for claim in site.all("claim"))
+    toy.current = current
+    site.bench.finish()
+    site.run(30.0)
+    assert last(site).phase == "committed"
+    assert len(site.all("update")) >= 2
 
 
 # -- kills ----------------------------------------------------------------------------------------

@@ -46,11 +46,12 @@ def test_the_agents_own_unit_is_understood() -> None:
     """Its command, user, folders, environment, credentials and condition, as flash writes them."""
     agent = flashed("fedquilt-agent")
     assert agent.words == (
-        *("/opt/fedquilt/current/bin/python", "-m", "fedquilt.cli", "-v", "agent", "/etc/fedquilt/agent.toml"),
+        *("/opt/fedquilt/current/bin/python", "/opt/fedquilt/current/launch.py", "/var/lib/fedquilt-agent"),
+        *("-v", "agent", "/etc/fedquilt/agent.toml"),
         *("--credentials", "/run/credentials/fedquilt-agent.service"),
     )
-    assert (agent.kind, agent.user, agent.folder, agent.umask) == ("notify", "fedquilt", "/var/lib/fedquilt", 0o077)
-    assert (agent.state, agent.state_mode) == ("fedquilt", 0o700)
+    assert (agent.kind, agent.user, agent.folder, agent.umask) == ("notify", "fedquilt", "/", 0o077)
+    assert (agent.state, agent.state_mode) == ("fedquilt fedquilt-agent", 0o700)
     assert agent.environment == {"HOME": "/var/lib/fedquilt", "PYTHONDONTWRITEBYTECODE": "1"}
     assert agent.credentials == {"device.key": "/etc/fedquilt/device.key"}
     assert agent.wanted == ("/etc/fedquilt/device.crt",)

@@ -135,6 +135,7 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
         (f'{URL}ca = "ca.crt"\ncert = "ca.crt"\nkey = "orin-1.key"\n', "cannot be used together"),
         ('[data]\npath = "images"\n', r"'images' is on the board.*/srv/images"),
         ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is on the board"),
+        ('[models]\nfolder = "srv"\n', r"\[models\] folder 'srv' is on the board.*/srv/srv"),
         ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is no size"),
         ("colour = 1\n", r"agent\.toml: .*colour"),
         (f"{URL}{ENROL}", "needs a ca"),

@@ -1,0 +1,68 @@
+"""`fedquilt settings`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from fedquilt.cli import homes, options
+from fedquilt.cli import phased as phases
+from fedquilt.cli.commands import argument, option, verb
+from fedquilt.cli.phased import Phased
+from fedquilt.core import JobError
+
+NUMBERS: Final = ("max_w", "telemetry_s")
+
+
+def table(words: tuple[str, ...]) -> dict[str, Any]:
+    """Settings from words such as budget=1GB and labels=+canary,-old.
+
+    Raises:
+        JobError: a word that is none, or a key twice.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise JobError(f"{word!r} is no setting: write budget=1GB labels=+canary, before --to")
+        if key in found:
+            raise JobError(f"{key} is set twice")
+        if key == "labels":
+            found[key] = tuple(filter(None, value.split(",")))
+        elif key in NUMBERS:
+            try:
+                found[key] = float(value)
+            except ValueError:
+                raise JobError(f"{word!r}: {key} is a number") from None
+        else:
+            found[key] = value
+    return found
+
+
+@verb()
+@argument(
+    "words",
+    "All that is set: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; else agent.toml holds.",
+    nargs=-1,
+    metavar="[KEY=VALUE]...",
+)
+@phases.options_of()
+@option("--back", is_flag=True, help="Take the latest settings back: boards return to those before.")
+@options.home
+def settings(words: tuple[str, ...], phased: Phased, back: bool, home: Path) -> None:
+    """Set budget, labels, power and telemetry of boards, within what each board's own agent.toml allows."""
+    from fedquilt.edge_agent.upgrade import central
+
+    if bool(words) == back:
+        raise click.UsageError(
+            "settings such as budget=1GB (before --to) or --back: one of them", click.get_current_context()
+        )
+    with homes.existing(home) as store:
+        if back:
+            print(phases.take_back(store, "settings"))
+            return
+        given = table(words)
+        central.parse(given)
+        phases.begin(store, phased.plan("settings", " ".join(words), settings=given), None, " ".join(words), home)

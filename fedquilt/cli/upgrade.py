@@ -1,0 +1,41 @@
+"""`fedquilt upgrade`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fedquilt.cli import homes, options
+from fedquilt.cli import phased as phases
+from fedquilt.cli.commands import argument, option, verb
+from fedquilt.cli.phased import Phased
+
+
+@verb()
+@argument("bundle", "What `fedquilt flash --upgrade FILE` has made.", type=options.PATH, required=False)
+@phases.options_of()
+@option("--back", is_flag=True, help="Take the latest upgrade back: boards return to the version before.")
+@options.home
+def upgrade(bundle: Path | None, phased: Phased, back: bool, home: Path) -> None:
+    """Bring a version of the agent to the boards in phases; a version that does not hold is returned from."""
+    from fedquilt.core import StoreError
+    from fedquilt.edge_agent.upgrade import archive
+
+    if (bundle is None) != back:
+        raise click.UsageError("either BUNDLE or --back", click.get_current_context())
+    with homes.existing(home) as store:
+        if bundle is None:
+            print(phases.take_back(store, "agent"))
+            return
+        with archive.opened(bundle) as opened:
+            opened.check_wheels()
+            told, signed = opened.manifest, opened.signature is not None
+        try:
+            payload = bundle.read_bytes()
+        except OSError as error:
+            raise StoreError(f"cannot read {bundle}: {error.strerror}") from None
+        if not signed:
+            print("not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it")
+        what = f"fedquilt {told.version} for {told.machine}, Python {told.python}, {len(payload) / 1e6:.1f} MB"
+        phases.begin(store, phased.plan("agent", told.version), payload, what, home)

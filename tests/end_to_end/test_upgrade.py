@@ -1,0 +1,165 @@
+"""Agents are upgraded and taken back in the middle of a job: real processes, Mosquitto, a loop in a unit's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import upgrades
+from processes import TABLE, Processes, facts, make_job
+from waiting import until
+
+import fedquilt
+from fedquilt import config
+from fedquilt.coordinator import requests, settings
+from fedquilt.coordinator.facts import Answered, Committed, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import devices
+from fedquilt.tools.simulation import agents as fleet
+
+LOOP = 'while :; do "$@"; sleep 0.2; done'
+
+
+class Units:
+    """What starts each board's launcher again and again, as its unit does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "agents.log"
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, table: dict[str, Any], url: str) -> None:
+        """Begin with a board."""
+        name = str(table["device"])
+        path = self.folder / f"{name}.toml"
+        told = {**table, "home": str(self.folder / name), "broker": {"url": url}, "upgrade": {"unsigned": True}}
+        path.write_text(config.text({**told, "telemetry_s": 5.0}))
+        command = upgrades.launcher(self.folder / f"{name}-versions", "agent", str(path))
+        with self.log.open("ab") as log:
+            made = subprocess.Popen(
+                ["sh", "-c", LOOP, "sh", *command], stdout=log, stderr=log, cwd="/", start_new_session=True
+            )
+        self._running.append(made)
+
+    def said(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def end(self) -> None:
+        for process in self._running:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Iterator[Units]:
+    """Nobody outlives the test."""
+    made = Units(tmp_path)
+    yield made
+    made.end()
+
+
+def order(*words: str) -> str:
+    """Carry out a command that has to succeed."""
+    command = [sys.executable, "-m", "fedquilt.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def committed(home: Path) -> int:
+    return sum(isinstance(fact, Committed) for fact in facts(home))
+
+
+def versions(home: Path) -> dict[str, str | None]:
+    return {each.board.device: each.board.version for each in devices.look(home) if each.state != "offline"}
+
+
+def status(home: Path) -> str:
+    with Store(home) as store:
+        return store.rollouts.find().state.status
+
+
+def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
+    tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, units: Units
+) -> None:
+    """No round is without a board, no work is lost, and each state has the bits that it has on virtual time."""
+    plan = make_job(tmp_path)
+    path, broker, home = tmp_path / "job.toml", mosquitto(), tmp_path / "runs"
+    long = {
+        **TABLE,
+        "rounds": 1000,
+        "params": {**TABLE["params"], "epochs": 2},
+        "cohort": {"deadline_s": 240.0, "start_devices": 3, "min_devices": 3},
+    }
+    path.write_text(config.text({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))}))
+    members = [str(table["device"]) for table in plan.agents()]
+    for table in plan.agents():
+        units.start(table, broker.url)
+    serve = ("serve", "--home", str(home), "--broker", broker.url)
+    processes.start("coordinator", tmp_path / "serve.log", *serve)
+    until(lambda: len(versions(home)) == 3, "all boards are online", told=units.said)
+    processes.start("run", tmp_path / "run.log", "run", str(path), "--home", str(home))  # it shows the job to its end
+    until(lambda: committed(home) >= 2, "two rounds", told=units.said)
+
+    file = upgrades.pack(tmp_path / "agents.tar", [upgrades.wheel(tmp_path / "house")])
+    phases = ("--canary", "34%", "--phases", "100", "--soak", "1s", "--patience", "5min")
+    said = order("upgrade", str(file), "--home", str(home), *phases)
+    assert "not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it" in said
+    assert f"fedquilt {upgrades.NEW} for " in said
+    new, old = dict.fromkeys(members, upgrades.NEW), dict.fromkeys(members, fedquilt.__version__)
+    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", 300.0, told=units.said)
+    assert (status(home), versions(home)) == ("done", new)
+    upgraded = committed(home)
+    until(lambda: committed(home) > upgraded + 1, "the new version's rounds", told=units.said)
+
+    order("upgrade", "--back", "--home", str(home))
+    until(lambda: versions(home) == old, "all boards are back", 300.0, told=units.said)
+    returned = committed(home)
+    until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
+    with Store(home) as store:
+        requests.stop(store, "digits")
+    until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
+
+    found = facts(home)
+    states = [fact.state for fact in found if isinstance(fact, Committed)]
+    for fact in found:
+        if isinstance(fact, Committed):
+            folded = {each.update.device for each in found if isinstance(each, Answered) and each.round == fact.round}
+            assert folded == set(members), f"round {fact.round} has the updates of {sorted(folded)}"
+    path.write_text(path.read_text().replace("rounds = 1000", f"rounds = {len(states)}"))
+    calm = fleet.Plan(settings.load(path), plan.bundle, tmp_path / "virtual")
+    virtual, _ = fleet.virtually(calm)
+    with Store(calm.home) as store:
+        undisturbed = [fact.state for _, _, fact in store.facts(virtual) if isinstance(fact, Committed)]
+    assert states == undisturbed[: len(states)]
+    assert len(states) >= 6
+
+
+def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
+    tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, units: Units
+) -> None:
+    """It passes its own check; the canary returns by itself, says why, and nobody else gets it."""
+    plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
+    for table in plan.agents()[:2]:
+        units.start(table, broker.url)
+    processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
+    until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
+    broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent.py": upgrades.cannot_start})
+    file = upgrades.pack(tmp_path / "agents.tar", [broken])
+    order("upgrade", str(file), "--home", str(home), "--canary", "50%", "--phases", "100", "--soak", "1s")
+    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", 300.0, told=units.said)
+    with Store(home) as store:
+        state = store.rollouts.find().state
+    assert (state.status, len(state.offered)) == ("aborted", 1)
+    assert "it ended 3 times without having held" in state.reason
+    assert units.log.read_text().count("this version cannot start") == 3
+    until(
+        lambda: versions(home) == dict.fromkeys(versions(home), fedquilt.__version__) and len(versions(home)) == 2,
+        "both run the old version",
+        told=units.said,
+    )

@@ -1,0 +1,103 @@
+"""`fedquilt upgrade` and `fedquilt settings` as typed: what is queued, and what is refused before that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import upgrades
+
+from fedquilt import cli
+from fedquilt.coordinator.rollouts import Plan
+from fedquilt.coordinator.store import Store
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with nothing in it."""
+    Store(tmp_path / "runs").close()
+    return tmp_path / "runs"
+
+
+def queued(home: Path) -> Plan:
+    """The latest rollout's plan."""
+    with Store(home) as store:
+        return store.rollouts.find().state.plan
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command says that is refused."""
+    try:
+        code = cli.main([*words])
+    except SystemExit as end:
+        code = int(str(end.code))
+    assert code != 0
+    return capsys.readouterr().err
+
+
+def test_an_upgrade_is_queued_with_its_version_and_phases(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = upgrades.pack(tmp_path / "agents.tar", [upgrades.toy(tmp_path / "house")])
+    words = ("--canary", "10%", "--phases", "50,100", "--to", "site=lab", "--soak", "5min", "--window", "02:00-05:00")
+    assert cli.main(["upgrade", str(file), "--home", str(home), *words]) == 0
+    plan = queued(home)
+    assert (plan.kind, plan.name, plan.select, plan.shares) == ("agent", "9.9.9", ("site=lab",), (0.1, 0.5, 1.0))
+    assert (plan.soak_s, plan.window, plan.force) == (300.0, "02:00-05:00", False)
+    with Store(home) as store:
+        assert plan.blob is not None
+        kept = store.depot.path(plan.blob.sha256)
+        assert kept is not None
+        assert kept.read_bytes() == file.read_bytes()
+    assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
+    assert "is queued: wait for its end" in refused(capsys, "upgrade", str(file), "--home", str(home))
+    assert cli.main(["upgrade", "--back", "--home", str(home)]) == 0
+    assert "is ended" in capsys.readouterr().out
+
+
+def test_what_is_no_bundle_is_not_sent(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor one with a wheel that was changed: no board would take it."""
+    (tmp_path / "x").write_bytes(b"x" * 1000)
+    assert "is no bundle of an upgrade" in refused(capsys, "upgrade", str(tmp_path / "x"), "--home", str(home))
+    house = [upgrades.toy(tmp_path / "house")]
+    file = upgrades.pack(tmp_path / "agents.tar", house, wheels={house[0].name: "0" * 64})
+    assert "is not the one that its manifest names" in refused(capsys, "upgrade", str(file), "--home", str(home))
+    assert "either BUNDLE or --back" in refused(capsys, "upgrade", "--home", str(home))
+    assert "there is nothing to take back" in refused(capsys, "upgrade", "--back", "--home", str(home))
+    with Store(home) as store:
+        assert store.rollouts.all() == []
+
+
+def test_settings_are_queued_as_boards_take_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("budget=1GB", "labels=+canary,-old", "policy=energy", "max_w=10", "telemetry_s=60")
+    assert cli.main(["settings", *words, "--to", "site=lab", "--home", str(home)]) == 0
+    plan = queued(home)
+    assert (plan.kind, plan.select, plan.blob) == ("settings", ("site=lab",), None)
+    assert plan.settings == {
+        "budget": "1GB",
+        "labels": ["+canary", "-old"],
+        "policy": "energy",
+        "max_w": 10.0,
+        "telemetry_s": 60.0,
+    }
+    assert cli.main(["settings", "--back", "--home", str(home)]) == 0
+    assert "is ended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["budget"], "'budget' is no setting: write budget=1GB"),
+        (["budget=1GB", "budget=2GB"], "budget is set twice"),
+        (["budget=much"], "budget: 'much' is no size"),
+        (["max_w=ten"], "max_w is a number"),
+        (["home=/"], "home"),
+        (["labels=+a,b"], "labels have all a sign"),
+        ([], "ettings such as budget=1GB (before --to) or --back"),
+        (["budget=1GB", "--back"], "ettings such as budget=1GB (before --to) or --back"),
+    ],
+)
+def test_settings_that_no_board_would_take_are_not_sent(
+    home: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in refused(capsys, "settings", *words, "--home", str(home))

@@ -1,0 +1,126 @@
+"""Bundles of an upgrade as typed, and the launcher of a flashed board: it starts what it has to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from boards import HERE, PYTHON, TARGET, plant, wheel
+
+import fedquilt
+from fedquilt import cli
+from fedquilt.edge_agent.upgrade import archive, build, launch
+from fedquilt.edge_agent.upgrade.launch import Choice
+from fedquilt.tools.flash import bundle
+from fedquilt.tools.flash.install import Root, install
+from fedquilt.tools.identity.authority import Authority
+
+Make = Callable[..., Path]
+SHOWS = "import os, sys; print({name!r}, *sys.argv[1:], os.environ['FEDQUILT_LAUNCHED'])\ndef main(): pass\n"
+
+
+def flash(*arguments: str) -> int:
+    return cli.main(["flash", "--target", TARGET, "--python", PYTHON, "--upgrade", "agents.tar", *arguments])
+
+
+needs_target = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
+
+
+@needs_target
+def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What else it needs is named with its version; the signature is of the manifest as it lies there."""
+    Authority.create(place / "fedquilt-ca", "site", time.time())
+    assert flash() == 0
+    said = capsys.readouterr().out
+    assert "signed by the authority in fedquilt-ca" in said
+    assert "fedquilt upgrade agents.tar --home HOME brings it to the fleet" in said
+    with archive.opened(place / "agents.tar") as made:
+        manifest = made.manifest
+        made.check_wheels()
+        build.fits(manifest)
+        build.trusted(made, str(place / "fedquilt-ca/ca.crt"), unsigned=False)
+    assert (manifest.version, manifest.machine, manifest.python) == (
+        fedquilt.__version__,
+        platform.machine(),
+        PYTHON,
+    )
+    assert list(manifest.wheels) == [f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"]
+    assert manifest.present["msgspec"] == "99.0"
+    assert "cryptography" in manifest.present
+    with tarfile.open(place / "agents.tar") as packed:
+        assert {name.split("/")[0] for name in packed.getnames()} == {"upgrade.json", "upgrade.sig", "wheels"}
+
+
+@needs_target
+def test_a_whole_bundle_needs_nothing_of_the_board(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert flash("--whole") == 0
+    assert "not signed: no authority in fedquilt-ca" in capsys.readouterr().out
+    with archive.opened(place / "agents.tar") as made:
+        assert made.manifest.present == {}
+        assert any(name.startswith("msgspec-") for name in made.manifest.wheels)
+        assert made.signature is None
+        made.check_wheels()
+
+
+def test_a_bundle_has_no_settings(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One serves all boards of a kind, and they keep theirs."""
+    assert cli.main(["flash", "agent.toml", "--target", "arm64", "--python", "3.11", "--upgrade", "a.tar"]) == 2
+    assert "--upgrade needs a --target, and no SETTINGS: boards keep theirs" in capsys.readouterr().err
+
+
+# -- a flashed board ------------------------------------------------------------------------------
+
+
+def started(root: Root) -> subprocess.CompletedProcess[str]:
+    """What the unit's command does in this root, with its paths moved there."""
+    text = (root.path / "etc/systemd/system/fedquilt-agent.service").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
+    words = shlex.split(line.partition("=")[2])
+    moved = [str(root.path) + word if word.startswith(("/opt", "/var")) else word for word in words]
+    return subprocess.run(moved, capture_output=True, text=True, cwd="/", check=False)
+
+
+def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_path: Path, make: Make) -> None:
+    """By the unit's own command; flashing it once more sets aside what came over the air."""
+    root = Root(plant(tmp_path / "root", python=sys.executable), say=lambda line: None)
+
+    def flashed(name: str) -> Path:
+        files = {"fedquilt/__init__.py": "", "fedquilt/cli.py": SHOWS.format(name=name)}
+        return make(target=HERE, wheels=(wheel(tmp_path / name, "toy", files=files),))
+
+    install(flashed("first"), root)
+    done = started(root)
+    assert done.stdout.startswith("first -v agent /etc/fedquilt/agent.toml "), done.stderr
+    told = json.loads(done.stdout.split(maxsplit=4)[4])
+    versions, identity = root.path / "var/lib/fedquilt-agent", os.readlink(root.path / "opt/fedquilt/current")
+    assert (told["folder"], told["flashed"], told["running"]) == (str(versions), identity, "")
+    (versions / ("b" * 64) / "bin").mkdir(parents=True)
+    program = launch.python(versions, "b" * 64)
+    program.write_text("#!/bin/sh\necho second\n")
+    program.chmod(0o755)
+    launch.write(versions, Choice(identity, "b" * 64, ""))
+    assert started(root).stdout == "second\n"
+    install(flashed("third"), root)
+    done = started(root)
+    assert done.stdout.startswith("third ")
+    assert "flashed anew" in done.stderr
+    assert started(root).stderr == ""
+
+
+def test_the_unit_may_write_where_versions_lie(make: Make) -> None:
+    """A folder of its own, outside of the agent's home, where tasks write; it does not start in that home either."""
+    board = bundle.Board("orin-1", {"agent.toml": b""}, None)
+    text = bundle.units(board)["fedquilt-agent.service"].decode()
+    assert "StateDirectory=fedquilt fedquilt-agent\n" in text
+    assert "WorkingDirectory" not in text
