@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import bundle, tensors
-from fedquilt.cli import deploy, main
+from fedquilt.cli import main, phased
 from fedquilt.coordinator import preflight, settings
 from fedquilt.coordinator.facts import Started
 from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan
@@ -175,9 +175,9 @@ def test_a_number_that_is_none_is_named(
 
 def test_shares_points_and_times_are_read() -> None:
     """With their signs and units."""
-    assert [deploy.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
-    assert [deploy.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
-    assert [deploy.seconds(each) for each in ("40ms", "60s", "10min", "2h", "1d")] == [
+    assert [phased.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
+    assert [phased.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
+    assert [phased.seconds(each) for each in ("40ms", "60s", "10min", "2h", "1d")] == [
         0.04,
         60.0,
         600.0,
