@@ -96,7 +96,7 @@ def roll_back(store: Store, rollout: str = "") -> str:
     """Take a rollout back that is done; says what comes of it.
 
     Raises:
-        JobError: it is not done, has been taken back already, or boards have a later one.
+        JobError: it is not done, has been taken back already, or boards have or had a later one.
         StoreError: there is no such rollout, or the home cannot be written.
     """
     kept = store.rollouts.find(rollout)
@@ -106,11 +106,12 @@ def roll_back(store: Store, rollout: str = "") -> str:
         raise JobError(f"{state.id} is {state.status}{mend}")
     known = [each.state for each in store.rollouts.all()]
     for later in known[known.index(state) + 1 :]:
-        if later.plan.kind == state.plan.kind and not later.over and not later.offered.keys().isdisjoint(state.offered):
-            raise JobError(
-                f"boards have {later.id} of {later.plan.name} since: take that back first, or deploy anew what they "
-                f"ran before {state.id}"
-            )
+        if later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
+            continue
+        raise JobError(
+            f"boards {'were offered' if later.over else 'have'} {later.id} of {later.plan.name} since, and keep one "
+            f"former state alone: deploy anew what they ran before {state.id}"
+        )
     store.rollouts.wish(state.id, "roll back")
     return f"{state.id} of {state.plan.name} is taken back {_when(store)}: boards return to what they ran before"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from fedquilt.cli import homes, options, phased
+from fedquilt.cli import homes, options
+from fedquilt.cli import phased as phases
 from fedquilt.cli.commands import argument, option, verb
 from fedquilt.cli.phased import Phased, begin
 
@@ -16,16 +17,16 @@ CHECKS = "What a board asks of a model in its own check, beside what it runs now
 @verb()
 @argument(
     "run",
-    "A run's id, or a job's name for its latest run; with --rollback and --abort a rollout (default: the latest).",
+    "A run's id, or a job's name for its latest run; with --rollback, --abort a rollout (default: the latest model's).",
     required=False,
     shell_complete=options.runs,
 )
 @option("--model", type=options.PATH, metavar="FILE.onnx", help="Deploy this file instead of a run's result.")
-@phased.options_of(
-    option("--min-gain", type=phased.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
-    option("--max-latency", type=phased.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
+@phases.options_of(
+    option("--min-gain", type=phases.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
+    option("--max-latency", type=phases.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
     option("--max-energy", type=options.ABOVE_0, metavar="J", help="Most joules of an answer.", group=CHECKS),
-    option("--max-peak", type=phased.SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
+    option("--max-peak", type=phases.SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
 )
 @option("--rollback", is_flag=True, help="Take a rollout back that is done: boards return to what they ran before.")
 @option("--abort", is_flag=True, help="End a rollout that is under way: boards that have it return.")
@@ -53,7 +54,8 @@ def deploy(
     options.exclusive(rollback=rollback, abort=abort, model=model)
     with homes.existing(home) as store:
         if rollback or abort:
-            print((requests.roll_back if rollback else requests.abort)(store, run or ""))
+            rollout = run or phases.latest(store, "model").id
+            print((requests.roll_back if rollback else requests.abort)(store, rollout))
             return
         if (run is None) == (model is None):
             raise click.UsageError("name RUN or --model FILE.onnx: one of them", click.get_current_context())

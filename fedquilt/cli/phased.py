@@ -13,7 +13,7 @@ from fedquilt.cli.commands import option
 
 if TYPE_CHECKING:
     from fedquilt import wire
-    from fedquilt.coordinator.rollouts import Plan
+    from fedquilt.coordinator.rollouts import Plan, Rollout
     from fedquilt.coordinator.store import Store
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -160,6 +160,21 @@ def begin(store: Store, plan: Plan, payload: bytes | None, what: str, home: Path
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")
 
 
+def latest(store: Store, kind: wire.Kind) -> Rollout:
+    """The latest rollout of a kind.
+
+    Raises:
+        JobError: there is none.
+        StoreError: the home cannot be read.
+    """
+    from fedquilt.core import JobError
+
+    for kept in reversed(store.rollouts.all()):
+        if kept.state.plan.kind == kind:
+            return kept.state
+    raise JobError(f"no rollout of kind {kind!r} in {store.home}: there is nothing to take back")
+
+
 def take_back(store: Store, kind: wire.Kind) -> str:
     """Take the latest rollout of a kind back, or end it if it is under way; says what comes of it.
 
@@ -168,10 +183,6 @@ def take_back(store: Store, kind: wire.Kind) -> str:
         StoreError: the home cannot be written.
     """
     from fedquilt.coordinator import requests
-    from fedquilt.core import JobError
 
-    known = [kept.state for kept in store.rollouts.all() if kept.state.plan.kind == kind]
-    if not known:
-        raise JobError(f"no rollout of kind {kind!r} in {store.home}: there is nothing to take back")
-    latest = known[-1]
-    return (requests.abort if latest.status in ("queued", "running") else requests.roll_back)(store, latest.id)
+    found = latest(store, kind)
+    return (requests.abort if found.status in ("queued", "running") else requests.roll_back)(store, found.id)

@@ -209,7 +209,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
     second = ground.deploy(OTHER, name="second")
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
-    with pytest.raises(JobError, match=f"boards have {second} of second since: take that back first"):
+    with pytest.raises(JobError, match=f"boards have {second} of second since, .*deploy anew .* before {first}"):
         requests.roll_back(ground.store, "first")
     requests.roll_back(ground.store)
     ground.play()
@@ -219,6 +219,25 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
     ground.play()
     assert len(ground.having(MODEL)) == 7  # it gets the one before, which is in force again
     assert ground.state(first).phase("b-006") == "committed"
+
+
+@pytest.mark.parametrize("ended", ["aborted", "rolled back"])
+def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
+    """Also if that was taken back: its boards keep no model from before the earlier one, so nothing would happen."""
+    ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
+    ground.play(30.0)
+    if ended == "rolled back":
+        requests.roll_back(ground.store, second)
+        ground.play()
+    assert ground.state(second).status == ended
+    with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*deploy anew .* before {first}"):
+        requests.roll_back(ground.store, first)
+    ground.play()
+    assert ground.state(first).status == "done"
+    assert len(ground.having(MODEL)) == 4
 
 
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:

@@ -146,7 +146,7 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
     assert "is stopped, so that it has no result yet" in refused(capsys, "deploy", "digits", *at)
     assert "cannot read none.onnx" in refused(capsys, "deploy", "--model", "none.onnx", *at)
     assert "--rollback and --abort: one of them" in refused(capsys, "deploy", "--rollback", "--abort", *at)
-    assert "no rollout ''" in refused(capsys, "deploy", "--abort", *at)
+    assert "no rollout of kind 'model' in" in refused(capsys, "deploy", "--abort", *at)
     assert "no runs in" in refused(capsys, "deploy", "--abort", "--home", str(home / "nowhere"))
 
 
@@ -226,3 +226,16 @@ def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureF
     assert f"{id} is queued; `fedquilt deploy --abort {id}` ends it" in refused(
         capsys, "deploy", "--rollback", id, "--home", str(home)
     )
+
+
+def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An upgrade of agents or settings that came later are left alone, unless they are named."""
+    with Store(home) as store:
+        model, agent, budget = (store.rollouts.add(Plan(kind, kind)) for kind in ("model", "agent", "settings"))
+    assert f"{model} is queued" in refused(capsys, "deploy", "--rollback", "--home", str(home))
+    assert main(["deploy", "--abort", "--home", str(home)]) == 0
+    with Store(home) as store:
+        assert {kept.state.id: kept.wish for kept in store.rollouts.all()} == {model: "abort", agent: "", budget: ""}
+    assert main(["deploy", "--abort", agent, "--home", str(home)]) == 0
+    with Store(home) as store:
+        assert store.rollouts.find(agent).wish == "abort"
