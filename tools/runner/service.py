@@ -130,14 +130,14 @@ class Service:
     def _answers(self, read: Callable[[Loaded], np.ndarray]) -> list[Answer]:
         begun_s = time.perf_counter()
         with self._work:
-            loaded = self._models.now  # once: what begins with it ends with it
+            loaded = self._follow()  # once: what begins with it ends with it
             x = read(loaded)
             if not 0 < len(x) <= EXAMPLES_MOST:
                 raise DataError(f"{len(x)} examples in one request: 1 to {EXAMPLES_MOST} are answered")
             prepared = loaded.network.prepared(x)
             scores = loaded.network.scores(prepared)
             best = scores.argmax(axis=1).tolist()
-            self._note(loaded, prepared, scores, best)
+            self._drift.add(*drift.numbers(prepared, scores), best)
             found = []
             for row, number in zip(scores, best, strict=True):
                 self._count += 1
@@ -183,13 +183,15 @@ class Service:
     def _fresh(self, loaded: Loaded) -> Drift:
         return Drift(self._references.get(loaded.sha256), self._size)
 
-    def _note(self, loaded: Loaded, prepared: np.ndarray, scores: np.ndarray, best: list[int]) -> None:
-        if loaded.sha256 != self._of:  # the first answer of another model
+    def _follow(self) -> Loaded:
+        """The model of the moment; where it is another than before, what is known of that one's answers is let go."""
+        loaded = self._models.now
+        if loaded.sha256 != self._of:
             self._drift, self._of = self._fresh(loaded), loaded.sha256
             self._right.clear()
             self.labelled = 0
             self.swaps += 1
-        self._drift.add(*drift.numbers(prepared, scores), best)
+        return loaded
 
     def accuracy(self) -> float | None:
         """Share of right answers among the latest labels of this model; None: too few have arrived."""
@@ -198,10 +200,11 @@ class Service:
     def standing(self) -> dict[str, Any]:
         """What SERVED holds."""
         with self._work:
+            loaded = self._follow()
             score = self._drift.score()
             return {
                 "at": self._clock(),
-                "model": self._models.now.sha256,
+                "model": loaded.sha256,
                 "served": self.served,
                 "failed": self.failed,
                 "latency_s": statistics.median(self._latencies_s) if self._latencies_s else None,
@@ -233,10 +236,10 @@ class Service:
         if self._home is None:
             return
         self._written = (self._clock(), self.served + self.failed)
+        with self._work:
+            found, of = self._drift.reference, self._of  # before `standing` follows to another model
         try:
             REAL.put(self._home / SERVED, msgspec.json.encode(self.standing()), durable=False)
-            with self._work:
-                found, of = self._drift.reference, self._of
             if found is not None and self._references.get(of) is not found:
                 self._references = {**{k: v for k, v in self._references.items() if k != of}, of: found}
                 while len(self._references) > REFERENCES_MOST:

@@ -336,6 +336,22 @@ def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) 
     assert running.service.standing()["drift"] > 0.9
 
 
+def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(running: Running, models: Path) -> None:
+    """Drift, accuracy and labels of the one before are not told as its own, to `health` or to the agent."""
+    x = np.stack([classifiers.image(level % 80) for level in range(200)])
+    running.client.post(npz(x=x, y=np.ones(200, int)))
+    told = running.service.standing()
+    assert (told["drift"], told["accuracy"], told["labelled"]) == (0.0, 0.0, 200)
+    classifiers.lead(models, "b")
+    assert running.models.look()
+    running.service.write()
+    told = json.loads((models / "served.json").read_text())
+    assert told["model"] == digest(models / "b" / "model.onnx")
+    assert (told["drift"], told["accuracy"], told["labelled"], told["served"]) == (None, None, 0, 200)
+    health = running.service.health()
+    assert (health["accuracy"], health["swaps"]) == (None, 1)
+
+
 def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
     """20 labels, a quarter of them wrong, by name and by number; each answer has one."""
     for number in range(20):
