@@ -107,13 +107,19 @@ class Models(Kind):
         return "" if name is None else self._model(name)
 
     def _model(self, name: str) -> str:
-        """The model (sha256) in a folder; "": there is none."""
+        """The model (sha256) in a folder; "": there is none. Where release.json is damaged its file tells it."""
         if name not in self._known:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
-                self._known[name] = msgspec.json.decode(payload, type=Laid).model
+                found = msgspec.json.decode(payload, type=Laid).model
             except (OSError, *UNDECODABLE):
-                return ""
+                try:
+                    found = self._disk.digest(self.folder / name / MODEL)
+                except OSError:
+                    return ""
+                if found[:16] != name:
+                    return ""
+            self._known[name] = found
         return self._known[name]
 
     # -- stage --

@@ -88,6 +88,25 @@ def short(wanted: Release) -> str:
     return wanted.blob.sha256[:16]
 
 
+@pytest.mark.parametrize("damage", ["[]", '{"model": 3}', "", None])
+def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place, damage: str | None) -> None:
+    """So the next one is compared with it, and the same one again does not take the folder away that is in use."""
+    first = place.put(1)
+    assert first.blob is not None
+    note = place.folder / "current/release.json"
+    note.unlink()
+    if damage is not None:
+        note.write_text(damage)
+    started = Models(place.settings, place.board, place.checks, clock=lambda: place.now_s)
+    assert started.current() == first.blob.sha256
+    second, blob = place.release(2)
+    started.stage(second, blob)
+    started.begin_check(second)
+    assert place.checks.orders[0].before == str(place.folder / short(first) / "model.onnx")
+    (place.folder / "current/model.onnx").write_bytes(b"another")
+    assert Models(place.settings, place.board, place.checks).current() == ""
+
+
 def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
     """The one in use and the one before; others go, and what is somebody else's stays."""
     first, second, third = (place.put(serial) for serial in (1, 2, 3))
