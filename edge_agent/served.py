@@ -63,6 +63,11 @@ class Runner:
             self._last = _decoded(payload) or self._last
         return self._last if self._clock() <= self._changed_s + FRESH_S else None
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which it has written nothing, as of the latest look."""
+        return self._clock() - self._changed_s
+
     @staticmethod
     def _young(payload: bytes) -> bool:
         """Whether a file that is seen for the first time was written just now, by the board's clock."""

@@ -45,6 +45,7 @@ FAILED_SHARE: Final = (
     0.1  # with more the model does not hold up. Requests that are wrong themselves fail with any model
 )
 TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
+QUIET_S: Final = 30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
@@ -98,6 +99,7 @@ class Models(Kind):
         self._answers_j: float | None = None
         self._first: Served | None = None  # what the runner said first of what is in use
         self._exchanged_s = clock()
+        self._there = False  # whether a runner was there at the exchange
 
     # -- what is in use --
 
@@ -264,12 +266,22 @@ class Models(Kind):
     def _exchanged(self) -> None:
         """Run the owner's hook, and watch the runner from now on."""
         self._first, self._exchanged_s = None, self._clock()
+        self._there = self.runner.look() is not None and self.runner.quiet_s <= QUIET_S
         environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
         self._hook.start(environment)
 
     def settled(self) -> bool:
         """See `Kind`."""
-        return not self._hook.runs
+        return not self._hook.runs and self._runner_follows()
+
+    def _runner_follows(self) -> bool:
+        """Whether a runner that is there has taken the model up, and still writes; `ill` ends the wait for both."""
+        told, now = self.runner.look(), self.current()
+        if told is None or not now:
+            return True
+        if told.model != now:
+            return self._clock() > self._exchanged_s + TAKEN_UP_S
+        return self.runner.quiet_s <= QUIET_S
 
     def ill(self) -> str:
         """See `Kind`."""
@@ -284,7 +296,8 @@ class Models(Kind):
         """Why the runner does not get on with the model in use; "": it does, or there is none."""
         told = self.runner.look()
         if told is None:
-            return "" if self._first is None else "the model runner has fallen silent with it"
+            was = self._there or self._first is not None
+            return "the model runner has fallen silent with it" if was else ""
         if told.model != self.current():
             late = self._clock() > self._exchanged_s + TAKEN_UP_S
             return "the model runner has not taken it up: it answers with another model" if late else ""

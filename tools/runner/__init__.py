@@ -72,7 +72,8 @@ def main(
                 if source is not None:
                     source.step()
                 if time.monotonic() >= look_s:
-                    models.look()
+                    if models.look():
+                        service.write()  # the agent waits for a word of the new model
                     service.step()
                     look_s = time.monotonic() + LOOK_S
                 time.sleep(every)

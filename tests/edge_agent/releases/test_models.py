@@ -340,6 +340,45 @@ def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: 
     assert place.models.ill() == "the model runner has fallen silent with it"
 
 
+def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(place: Place) -> None:
+    """However short the soak is; and a runner that has been quiet for half a minute has to speak, or has failed."""
+    first = place.put(1)
+    assert place.models.settled()  # there is no runner
+    place.served(served=10)
+    place.models.ill()
+    second = place.put(2)
+    assert not place.models.settled()
+    place.now_s += 46.0
+    place.served(served=11, model=first.blob.sha256)
+    assert "has not taken it up" in place.models.ill()
+    assert place.models.settled()  # it is waited for no longer
+    place.served(served=12, model=second.blob.sha256)
+    assert place.models.settled()
+    place.now_s += 31.0
+    assert (place.models.settled(), place.models.ill()) == (False, "")
+    place.served(served=13)
+    assert place.models.settled()
+    place.now_s += 61.0
+    assert place.models.ill() == "the model runner has fallen silent with it"
+
+
+def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> None:
+    """It never said a word of the new model; one that had ended before is not missed."""
+    place.put(1)
+    place.served(served=10)
+    place.models.ill()
+    place.now_s += 20.0
+    place.put(2)
+    place.now_s += 41.0
+    assert place.models.ill() == "the model runner has fallen silent with it"
+    place.served(served=11)
+    place.models.ill()
+    place.now_s += 31.0
+    place.put(3)
+    place.now_s += 31.0
+    assert place.models.ill() == ""
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"served": -1}', "x" * 100_000, '{"model": "no digest"}'])
 def test_a_runners_file_that_is_damaged_says_nothing(place: Place, text: str) -> None:
     place.put(1)
