@@ -7,6 +7,7 @@ for them, and nothing in a file is code.
 from __future__ import annotations
 
 import io
+import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,6 +148,10 @@ def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 # -- arrays ---------------------------------------------------------------------------------------
 
+_PARSER: Final = (
+    threading.Lock()
+)  # numpy reads a header by `ast`, which fails in CPython 3.11 if two threads do at once
+
 
 def array(data: bytes) -> np.ndarray:
     """The array of an .npy file's bytes.
@@ -158,7 +163,8 @@ def array(data: bytes) -> np.ndarray:
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, order, kind = read(file, max_header_size=HEADER_MOST)
+        with _PARSER:
+            shape, order, kind = read(file, max_header_size=HEADER_MOST)
     except Exception as error:  # numpy's parser raises what Python's does
         raise DataError(f"cannot read the array: {' '.join(str(error).split())[:200]}") from None
     left = len(data) - file.tell()

@@ -517,6 +517,25 @@ def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) 
         Folder(running.service, tmp_path / "absent", print)
 
 
+def test_two_threads_never_read_a_header_at_once(monkeypatch: Any) -> None:
+    """CPython 3.11 fails then now and again, "AST constructor recursion depth mismatch": good requests were refused."""
+    read, ends = np.lib.format.read_array_header_1_0, list[bool]()
+    entered, second = threading.Event(), threading.Thread(target=lambda: classifier.array(npy(np.zeros(2))))
+
+    def header(*args: Any, **options: Any) -> Any:
+        if not entered.is_set():  # the first: what a second one does meanwhile is seen
+            entered.set()
+            second.start()
+            second.join(0.2)
+            ends.append(second.is_alive())
+        return read(*args, **options)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", header)
+    classifier.array(npy(np.zeros(2)))
+    second.join()
+    assert ends == [True]
+
+
 def test_arrays_are_read_as_numpy_reads_them() -> None:
     """Any order and size of numbers, and what an .npz of numpy holds."""
     for x in (
