@@ -30,6 +30,7 @@ SIGNATURE: Final = "upgrade.sig"
 SIGNED: Final = b"fedquilt: manifest of an upgrade, 1\n"  # precedes it where it is signed: it can pass for nothing else
 MANIFEST_MOST: Final = 1 << 20
 SIGNATURE_MOST: Final = 1024
+DAMAGED: Final = (tarfile.TarError, EOFError, OverflowError)  # of archives, as `tarfile` raises them
 UNPACKED_MOST: Final = 16 << 30  # bytes: more than any environment with torch and CUDA has
 
 Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z")]
@@ -56,7 +57,10 @@ class Bundle:
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
         self._archive, self._path = archive, path
-        self._members = {one.name: one for one in archive.getmembers() if one.isreg()}
+        try:
+            self._members = {one.name: one for one in archive.getmembers() if one.isreg() and not one.issparse()}
+        except ValueError as error:  # a number that is none, in an extended header
+            raise self._odd(error) from None
         self.signed = self._small(MANIFEST, MANIFEST_MOST)
         self.signature = self._small(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
         try:
@@ -102,7 +106,7 @@ class Bundle:
             raise self._odd(f"{name} is missing or too large")
         return file.read()
 
-    def _odd(self, why: str) -> ModelError:
+    def _odd(self, why: object) -> ModelError:
         return odd(self._path, why)
 
 
@@ -123,5 +127,5 @@ def opened(path: Path) -> Iterator[Bundle]:
         try:
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 yield Bundle(archive, path)
-        except tarfile.TarError as error:
+        except DAMAGED as error:
             raise odd(path, error) from None
