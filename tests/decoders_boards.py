@@ -72,7 +72,6 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     for sign in (None, site.authority.sign_upgrade):
         upgrades.pack(path, [wheel], sign)
         wholes.append(path.read_bytes().rstrip(b"\0") + bytes(1024))  # without most of what fills it up
-    wholes.append(_extended(path))
     with archive.opened(path) as bundle:
         manifest, signature = bundle.signed, bundle.signature
     assert signature is not None
@@ -155,16 +154,6 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
             (told,),
         ),
     }
-
-
-def _extended(path: Path) -> bytes:
-    """An archive with the extended headers of POSIX, which `flash` does not write."""
-    made = io.BytesIO()
-    with tarfile.open(path) as given, tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as packed:
-        for member in given.getmembers():
-            member.pax_headers = {"mtime": "1.5", "comment": "a", "size": str(member.size)}
-            packed.addfile(member, given.extractfile(member))
-    return made.getvalue().rstrip(b"\0") + bytes(1024)
 
 
 def headed(payload: bytes) -> bytes:

@@ -30,7 +30,6 @@ SIGNATURE: Final = "upgrade.sig"
 SIGNED: Final = b"fedquilt: manifest of an upgrade, 1\n"  # precedes it where it is signed: it can pass for nothing else
 MANIFEST_MOST: Final = 1 << 20
 SIGNATURE_MOST: Final = 1024
-DAMAGED: Final = (tarfile.TarError, EOFError, OverflowError)  # of archives, as `tarfile` raises them
 UNPACKED_MOST: Final = 16 << 30  # bytes: more than any environment with torch and CUDA has
 
 Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z")]
@@ -52,15 +51,23 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     made_s: Count = 0  # seconds since 1970
 
 
+class _Plain(tarfile.TarInfo):
+    """A header as `fedquilt flash` writes them: of a file, nothing extended or sparse, and no step back or too far."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Plain:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type != tarfile.REGTYPE or not 0 <= found.size <= UNPACKED_MOST:
+            raise tarfile.ReadError(f"{found.name[:80]!a} is no file of a size that a bundle has")
+        return found
+
+
 class Bundle:
     """An open bundle whose manifest has been read, and nothing more of it checked."""
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
         self._archive, self._path = archive, path
-        try:
-            self._members = {one.name: one for one in archive.getmembers() if one.isreg() and not one.issparse()}
-        except ValueError as error:  # a number that is none, in an extended header
-            raise self._odd(error) from None
+        self._members = {one.name: one for one in archive.getmembers()}
         self.signed = self._small(MANIFEST, MANIFEST_MOST)
         self.signature = self._small(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
         try:
@@ -106,7 +113,7 @@ class Bundle:
             raise self._odd(f"{name} is missing or too large")
         return file.read()
 
-    def _odd(self, why: object) -> ModelError:
+    def _odd(self, why: str) -> ModelError:
         return odd(self._path, why)
 
 
@@ -125,7 +132,7 @@ def opened(path: Path) -> Iterator[Bundle]:
     """
     with doing(f"read {path}"), path.open("rb") as file:
         try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
+            with tarfile.open(fileobj=file, mode="r:", tarinfo=_Plain) as archive:
                 yield Bundle(archive, path)
-        except DAMAGED as error:
+        except tarfile.TarError as error:
             raise odd(path, error) from None
