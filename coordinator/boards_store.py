@@ -172,13 +172,17 @@ class BoardStore:
 
     def latest(self, now: float) -> dict[str, Reading]:
         """Device -> its latest reading of the last FRESH_S seconds."""
+        step, found = STEPS[0][0], dict[int, Reading]()
         with _doing(self._home):
-            rows = self._db.execute(
-                f"select device, max(at), {self._values} from readings join boards on boards.id = board "  # noqa: S608
-                "where step = ? and at > ? group by board",  # the other values are of the row with the largest `at`
-                (STEPS[0][0], int(now - FRESH_S)),
-            ).fetchall()
-        return {device: Reading(*values) for device, *values in rows}
+            devices = dict(self._db.execute("select id, device from boards"))
+            at = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
+            while at > now - FRESH_S and len(found) < len(devices):  # the newest have most boards
+                query = f"select board, at, {self._values} from readings where step = ? and at = ?"  # noqa: S608
+                for board, *values in self._db.execute(query, (step, at)):
+                    if board not in found:
+                        found[board] = Reading(*values)
+                at -= step
+        return {devices[board]: reading for board, reading in found.items() if board in devices}
 
     def readings(self, device: str, begin: float, end: float) -> list[Reading]:
         """Readings of a board between two times, in the finest step that reaches back so far, oldest first."""

@@ -345,7 +345,7 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
 
 
 def _timed(state: Rounds, fact: Answered) -> deadline.Known:
-    """Durations with the device's, from which later deadlines are predicted."""
+    """What tasks took so far, this device's among it: later deadlines are predicted from that."""
     return deadline.timed(state.took, fact.update, state.work, fact.took_s, fact.expected_s)
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.coordinator.conduct import ASIDE_S, HELLO_S, MESSAGE_S, Conduct
 from fedquilt.core import WireError
 from fedquilt.logs import about
+from fedquilt.transport.around import Around
 from fedquilt.transport.link import Link, Message
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -27,7 +27,7 @@ LOOK_S: Final = 60.0  # between two looks for devices that are not known yet
 LOOKED_S: Final = 1.0  # that a look lasts: what is flooded with comes as well
 
 
-class Gate:
+class Gate(Around):
     """A `Link` around a coordinator's link to its broker.
 
     Args:
@@ -36,40 +36,15 @@ class Gate:
     """
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
+        super().__init__(link)
         self.now_s = 0.0  # the owner's clock; set before `receive`
-        self._link, self._topics, self._conduct = link, topics, Conduct()
+        self._topics, self._conduct = topics, Conduct()
         self._known: dict[str, None] = {}  # devices, in the order of their first message
         self._aside: dict[str, float] = {}  # device -> until when it is not read
         self._flooded: list[str] = []  # set aside, and not told yet
         self._narrow = False  # devices are subscribed to by name
         self._look_s = math.inf  # when the next look begins
         self._looked_s = math.inf  # or the present one ends
-
-    @property
-    def session(self) -> int:
-        """See `Link`."""
-        return self._link.session
-
-    @property
-    def connected(self) -> bool:
-        """See `Link`."""
-        return self._link.connected
-
-    @property
-    def backlog(self) -> int:
-        """See `Link`."""
-        return self._link.backlog
-
-    @property
-    def max_payload(self) -> int:
-        """See `Link`."""
-        return self._link.max_payload
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong with the connection, or None."""
-        found: str | None = getattr(self._link, "problem", None)
-        return found
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe to all devices, or to those of them that are not set aside; see `Link`."""
@@ -78,30 +53,10 @@ class Gate:
         else:  # the broker may know of the earlier subscription alone
             self._link.unsubscribe(filters)
 
-    def unsubscribe(self, filters: Sequence[str]) -> None:
-        """See `Link`."""
-        self._link.unsubscribe(filters)
-
-    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """See `Link`."""
-        self._link.publish(topic, payload, retain=retain, reliable=reliable)
-
     def receive(self) -> list[Message]:
         """What has come of devices that have time left."""
         self._tend()
         return [message for message in self._link.receive() if self._passes(message)]
-
-    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        """See `Link`."""
-        self._link.wait(timeout_s, fds)
-
-    def tended(self) -> AbstractContextManager[None]:
-        """See `Link`."""
-        return self._link.tended()
-
-    def close(self) -> None:
-        """See `Link`."""
-        self._link.close()
 
     # -- of devices --
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -46,19 +46,22 @@ def find(store: Store, run: str) -> Row | Unreadable:
     return store.job(run)  # raises, listing those there are
 
 
-def old(rows: Sequence[Row | Unreadable], now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Ids of ended runs, oldest first, except the `keep` latest and those begun within `older_s` seconds.
+def old(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
+    """Ids of ended runs, oldest first, except the `keep` latest and those that ended within `older_s` seconds.
 
     Args:
-        rows: The runs of a home in the order in which they were queued.
+        store: of the home.
         now: Wall-clock seconds.
         keep: None: being among the latest protects no run.
         older_s: None: age protects no run.
+
+    Raises:
+        StoreError: the home cannot be read.
     """
-    ended = [row for row in rows if row.status in ENDED]
+    ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
-    return [row.id for row in ended if older_s is None or now - row.created > older_s]
+    return [row.id for row in ended if older_s is None or now - _ended(store, row) > older_s]
 
 
 def own(store: Store) -> dict[str, int]:
@@ -76,7 +79,7 @@ def own(store: Store) -> dict[str, int]:
 def retire(store: Store, retention: Retention, now: float, in_use: Collection[str]) -> list[str]:
     """Remove ended runs that need not be kept, by the process that serves the home; returns their ids.
 
-    Their ages count from their last facts: a run that took longer than `older_than` is there when somebody looks.
+    A run that somebody resumes at this moment is kept.
 
     Args:
         store: of the home.
@@ -89,19 +92,17 @@ def retire(store: Store, retention: Retention, now: float, in_use: Collection[st
     """
     if retention.keep is None and retention.older_s is None:
         return []
-    older_s = retention.older_s
-    ids = old(store.all_jobs(), now, retention.keep, older_s)
-    ids = [id for id in ids if older_s is None or now - _ended(store, id) > older_s]
-    if ids:
-        remove(store, ids, in_use)
-    return ids
+    ids = old(store, now, retention.keep, retention.older_s)
+    if gone := store.remove(ids, only_ended=True) if ids else []:
+        _sweep(store, store.lock(), in_use)
+    return gone
 
 
-def _ended(store: Store, run: str) -> float:
-    """Wall-clock seconds of a run's last fact; 0: it has none that can be read."""
-    last = 0.0
+def _ended(store: Store, row: Row | Unreadable) -> float:
+    """Wall-clock seconds of a run's last fact; of one whose log is empty or cannot be read: when it was queued."""
+    last = row.created
     with suppress(JobError):
-        for _, at, _ in store.facts(run):
+        for _, at, _ in store.facts(row.id):
             last = at
     return last
 

@@ -29,7 +29,7 @@ from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
-POLL_S = 1.0
+POLL_S = 0.5
 TIDY_S = 600.0  # from one look for runs that need not be kept to the next
 
 
@@ -73,7 +73,7 @@ class Server:
         return ()
 
     def jobs(self) -> list[Running]:
-        """The jobs at work, in the order in which they were taken up."""
+        """Jobs at work, in the order in which they were taken up."""
         return [serving.job for serving in self._jobs.values()]
 
     def job(self, id: str) -> Running | None:
@@ -216,7 +216,7 @@ class Server:
             self.finished = self._only is not None
 
     def _tidy(self) -> None:
-        """Delete runs that ended long enough ago."""
+        """Delete the runs that limits.toml does not keep."""
         for id in housekeeping.retire(self._store, self._limits.retention, time.time(), self._desk.in_use()):
             log.info("%s is deleted, as [retention] of limits.toml says", id, extra=about(run=id))
 

@@ -4,10 +4,9 @@ HOME/fedquilt.db    jobs, rollouts, facts (write-ahead log, synchronous: a fact 
 HOME/blobs/         states, updates and bundles by sha256
 HOME/lock           held while a coordinator runs here
 
-The database carries the version of its tables. One of an earlier version is updated when it is opened;
-one of a later version is refused. A single run that cannot be read, or whose rows are damaged, is reported as such and
-hides no other. A database that SQLite finds damaged as a whole can be read as far as its runs are sound; nothing is
-written into it.
+The database carries the version of its tables. One of an earlier version is updated when it is opened, one of a later
+version is refused. A single run that cannot be read, or whose rows are damaged, is reported and hides no other. Where
+SQLite finds the database damaged as a whole, it can be read as far as its runs are sound; nothing is written into it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decod
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk, Lock
 
+LOCK_TRIES: Final = 10
 ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fires
 UNAPPROVED: Final = "waiting for approval"
 UNENDED: Final = (ARMED, UNAPPROVED, "queued", "running", "stopping")  # a coordinator may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
 
 log = logging.getLogger("fedquilt.coordinator")
-
-LOCK_TRIES: Final = 10
 
 
 class Row(NamedTuple):
@@ -221,18 +219,20 @@ class Store:
                 return row
         raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
 
-    def remove(self, ids: Collection[str]) -> None:
-        """Delete runs and their facts from the database: all of them or, if the process is killed, none.
+    def remove(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
+        """Delete runs and their facts from the database: all of them or, if the process is killed, none; returns which.
 
-        Their blobs stay: `coordinator.housekeeping` drops those that no run needs.
+        Their blobs stay: `coordinator.housekeeping` drops those that no run needs. `only_ended` spares those resumed.
 
         Raises:
             JobError: a coordinator other than this process serves the home and may be working on one of them.
         """
         with self._writing():
             self.require_idle(ids)
-            for id in ids:
+            gone = [id for id in ids if not only_ended or self.status(id) not in UNENDED]
+            for id in gone:
                 self._rows.remove(id)
+        return gone
 
     def require_idle(self, ids: Collection[str]) -> None:
         """Refuse runs that a coordinator other than this process may be working on.

@@ -84,7 +84,7 @@ class _Collector:
         """Families of this moment."""
         try:
             found = list(self._collect())
-        except Exception:
+        except Exception:  # ends in the server's thread, which fails this scrape alone and says nothing to the log
             log.exception("metrics cannot be made")
             raise
         for each in found:

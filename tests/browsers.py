@@ -9,13 +9,14 @@ import os
 import selectors
 import shutil
 import subprocess
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 
 class Browser:
@@ -136,12 +137,11 @@ class Tab:
 
     def until(self, code: str) -> Any:
         """The value of an expression, once it is true."""
-        end = time.monotonic() + LIMIT_S
-        while not (found := self.value(code)):
-            shown = self.value("document.body && document.body.innerText.slice(0, 1000)")
-            assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {code}; {self.problems}; {shown}"
-            time.sleep(0.02)
-        return found
+
+        def told() -> str:
+            return f"{self.problems}; {self.value('document.body && document.body.innerText.slice(0, 1000)')}"
+
+        return until(lambda: self.value(code), code, LIMIT_S, told=told)
 
     @property
     def text(self) -> str:

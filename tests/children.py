@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import LIMIT_S
 
 from fedquilt import tensors
 from fedquilt.core import Task, Work
@@ -21,7 +22,6 @@ from fedquilt.edge_agent.task.worker import COMMAND, ChildWorker, Worker
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
 SGD = {"epochs": 1, "batch": 4, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
-LIMIT_S = 60.0
 METHODS = {  # client halves that misbehave; none of their server halves is used
     "hog": """
         kept = []

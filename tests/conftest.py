@@ -22,7 +22,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, settings
-from mosquittos import LIMIT_S, MOSQUITTO, Mosquitto
+from mosquittos import MOSQUITTO, Mosquitto
+from waiting import LIMIT_S
 
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.transport.broker import Broker

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from job_facts import BLOB
+from waiting import until
+
 from fedquilt import wire
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
@@ -28,9 +31,8 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.rollouts import Aborted, Begun, Heard, Offered, Passed, Plan
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Update, Usage
+from fedquilt.core import Update, Usage
 
-BLOB = BlobRef(sha256="a" * 64, size=1)
 LIMIT_S = 150.0
 
 
@@ -103,9 +105,9 @@ def add_boards(home: Path, devices: list[str], run: str = "", **changes: dict[st
         found.append(Board(device, **{**table, **changes.get(device, {})}))
     at = int(now) // 30 * 30
     readings = [
-        (device, Reading(at - back, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
+        (device, Reading(at + ahead, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
         for number, device in enumerate(devices)
-        for back in (0, 30)
+        for ahead in (-30, 0, 3600)  # the last one stays recent, however long a test takes
         if number % 5
     ]
     with BoardStore(home, writes=True) as store:
@@ -125,13 +127,15 @@ class Dashboard:
         command = [sys.executable, "-m", "fedquilt.cli", "dash", "--home", str(home), "--listen", "127.0.0.1:0", *words]
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        end = time.monotonic() + LIMIT_S
         last = r"http://127\.0\.0\.1:(\d+)/" + (r"#token=\S+\n" if "--actions" in words else r"\n")
-        while not (found := re.search(last, self.said)):
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < end, self.said
-            time.sleep(0.02)
-        self.port = int(found[1])
+
+        def address() -> Any:
+            ended = self.process.poll() is not None  # asked before the log is read, which is then complete
+            found = re.search(last, self.said)
+            assert found or not ended, self.said
+            return found
+
+        self.port = int(until(address, "its address", LIMIT_S, told=lambda: self.said)[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Dashboard:
@@ -177,18 +181,26 @@ class Dashboard:
 
     def until(self, path: str, condition: Any) -> dict[str, Any]:
         """Values of an answer, once they fulfil a condition: what is told in the background takes a moment."""
-        end = time.monotonic() + LIMIT_S
-        while not condition(found := self.values(path)):
-            assert time.monotonic() < end, found
-            time.sleep(0.02)
+        found: dict[str, Any] = {}
+
+        def fulfilled() -> Any:
+            nonlocal found
+            found = self.values(path)
+            return condition(found)
+
+        until(fulfilled, path, LIMIT_S, told=lambda: str(found))
         return found
 
     def until_status(self, path: str, status: int) -> None:
         """Ask until an answer has this status."""
-        end = time.monotonic() + LIMIT_S
-        while (found := self.ask(path))[0] != status:
-            assert time.monotonic() < end, found
-            time.sleep(0.02)
+        found: Any = None
+
+        def has_it() -> bool:
+            nonlocal found
+            found = self.ask(path)
+            return bool(found[0] == status)
+
+        until(has_it, f"{path} answers {status}", LIMIT_S, told=lambda: str(found))
 
     def cookie(self, token: str) -> str:
         """The cookie for a token."""

@@ -29,7 +29,10 @@ both = pytest.mark.parametrize("engine", [numpy_one, torch_one], ids=["numpy", "
 
 
 def table(count: int = 20, inputs: int = 6, classes: int = 3, seed: int = 0) -> Examples:
-    """Random values; the label is which of the first `classes` is the largest, by at least 0.5."""
+    """Rows of random values; a row's label is the place of the largest of its first `classes` values.
+
+    Half is added to that largest value, so that a network can learn to tell the classes apart.
+    """
     x = tensors.rng("table", seed).normal(size=(count, inputs)).astype(np.float32)
     y = x[:, :classes].argmax(axis=1)
     x[np.arange(count), y] += 0.5

@@ -29,7 +29,8 @@ from typing import NamedTuple
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from decoders import Decoder, every
+from decoders import every
+from decoding import Decoder
 
 SLOW_S = 2.0  # of processor time for one input
 GROWN_MB = 24.0  # of resident memory between a tenth of the inputs and their end

@@ -11,10 +11,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from waiting import until
+from waiting import LIMIT_S, until
 
 MOSQUITTO = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
-LIMIT_S = 20.0
 
 
 class Mosquitto:
@@ -53,7 +52,7 @@ class Mosquitto:
         assert self._process is not None
         before = self.log().count("Reloading config")
         self._process.send_signal(signal.SIGHUP)
-        until(lambda: self.log().count("Reloading config") > before, "Mosquitto reloads", LIMIT_S)
+        until(lambda: self.log().count("Reloading config") > before, "Mosquitto reloads")
 
     def log(self) -> str:
         return (self.folder / "mosquitto.log").read_text()

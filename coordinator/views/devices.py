@@ -122,7 +122,12 @@ def _memory(task: int, budget: int) -> str:
     if not budget:
         return "-"
     scale, prefix = units.unit(budget)
-    return f"{task / scale:.2g}/{budget / scale:.3g} {prefix}B"
+    return f"{_digits(task / scale, 2)}/{_digits(budget / scale, 3)} {prefix}B"
+
+
+def _digits(value: float, digits: int) -> str:
+    """A number in so many digits, and in as many more as a whole one needs: never with an exponent."""
+    return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
 
 def _doing(doing: Doing, now: float) -> str:

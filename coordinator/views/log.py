@@ -48,6 +48,14 @@ def closing(state: Rounds, fact: AnyFact) -> bool:
     return state.over and not state.settling and getattr(fact, "round", None) == state.round
 
 
+def status(state: Rounds) -> str:
+    """How far the running round is, and how many rounds of work are done; others have a number and do not count."""
+    what = FINAL if state.over and not state.settling else f"round {state.round}"
+    most = len(state.asked) + len(state.answered)
+    there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
+    return f"{what}: {there}; {state.counted} of at most {state.plan.rounds} rounds done"
+
+
 class Teller:
     """Turns a run's facts into sentences, in order; remembers the devices selected and the round's cost so far."""
 
@@ -178,7 +186,7 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
-            limit = f"; deadline {fact.deadline_s:.0f} s, predicted" if fact.deadline_s is not None else ""
+            limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
             moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
             work = [f"round {fact.round}: epochs, as planned for energy: {moved}"] if moved else []
             return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]

@@ -180,12 +180,7 @@ class Console:
                 self.say(f"{job.id}: {line}" if self._named else line, self._mend)
 
     def _status(self, job: Running) -> None:
-        def line() -> str:
-            state = job.rounds
-            there = f"{len(state.answered)} of {len(state.asked) + len(state.answered)} updates"
-            return f"{job.id}: round {state.round} of at most {job.job.rounds}: {there}"
-
-        self.status(line)
+        self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
 
     def status(self, line: Callable[[], str]) -> None:
         """Show progress if it is time to: on a terminal in a line that the next one replaces."""

@@ -15,6 +15,8 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def front(job: Path, bundle: Path | None, out: Path | None, format: str) -> int:
     """Show how long and how dear rounds of a job can be on its [fleet], as rounds planned for energy are."""
+    from fedquilt import progress
     from fedquilt.tools.experiments import energy_front as tool
 
-    return tool.main(homes.load_job(job), homes.bundle_of(job, bundle), out, format)
+    with progress.during(f"planning rounds of {job}"):
+        return tool.main(homes.load_job(job), homes.bundle_of(job, bundle), out, format)

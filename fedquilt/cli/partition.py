@@ -15,6 +15,8 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
     """Show how a job's [data] table divides the examples among its devices."""
+    from fedquilt import progress
     from fedquilt.tools.report import partition as tool
 
-    return tool.main(homes.load_job(job), devices, out, format)
+    with progress.during(f"sharing out the examples of {job}"):
+        return tool.main(homes.load_job(job), devices, out, format)

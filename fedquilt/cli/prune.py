@@ -12,7 +12,7 @@ from fedquilt.cli.commands import option, verb
 @verb()
 @option("--keep", type=options.COUNT, metavar="N", help="Delete all runs that have ended but the N latest.")
 @option(
-    "--older-than", type=options.AGE, metavar="AGE", help="Delete runs that began longer ago than this: 30d, 12h, 2w."
+    "--older-than", type=options.AGE, metavar="AGE", help="Delete runs that ended longer ago than this: 30d, 12h, 2w."
 )
 @option("--dry-run", is_flag=True, help="List the runs that would be deleted, and delete nothing.")
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")
@@ -27,7 +27,7 @@ def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool, 
 
     with homes.existing(home) as store:
         named = keep is not None or older_than is not None
-        ids = housekeeping.old(store.all_jobs(), time.time(), keep, older_than) if named else []
+        ids = housekeeping.old(store, time.time(), keep, older_than) if named else []
         for id in ids:
             print(f"{'would delete' if dry_run else 'to delete'} {id}")
         if dry_run:

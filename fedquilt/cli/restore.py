@@ -13,8 +13,9 @@ from fedquilt.cli.commands import argument, verb
 @argument("home", "Folder to make; it must not exist yet, or be empty.", type=options.FOLDER)
 def restore(file: Path, home: Path) -> None:
     """Make a coordinator's home from a backup, each file compared with its hash; its runs go on from there."""
-    from fedquilt import units
+    from fedquilt import progress, units
     from fedquilt.coordinator import backup as tool
 
-    found = tool.restore(file, home)
+    with progress.during(f"restoring {home}"):
+        found = tool.restore(file, home)
     print(f"{home}: {found.runs} runs, {units.size(found.bytes)}; `fedquilt serve --home {home}` goes on with them")

@@ -19,13 +19,13 @@ import binascii
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import JobError, LinkError, WireError
 from fedquilt.transport import envelope, handshake
+from fedquilt.transport.around import Around
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.envelope import StrangeSessionError, UnsignedError
 from fedquilt.transport.handshake import Handshake, Identity, Session
@@ -61,43 +61,19 @@ def beginning(identity: Identity) -> wire.Hello:
     return flight(attempt, 0, attempt.step(b""))
 
 
-class Sealed:
+class Sealed(Around):
     """What both sides have: a link, and a log of what is refused."""
 
     def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float]) -> None:
-        self._link, self._identity, self._clock = link, identity, clock
+        super().__init__(link)
+        self._identity, self._clock = identity, clock
         self._topics = wire.Topics(fleet)
         self._refused = Garbage()
-
-    @property
-    def backlog(self) -> int:
-        """See `Link`."""
-        return self._link.backlog
 
     @property
     def max_payload(self) -> int:
         """See `Link`: the envelope takes its part."""
         return self._link.max_payload - envelope.ENVELOPE_BYTES
-
-    def subscribe(self, filters: Sequence[str]) -> None:
-        """See `Link`."""
-        self._link.subscribe(filters)
-
-    def unsubscribe(self, filters: Sequence[str]) -> None:
-        """See `Link`."""
-        self._link.unsubscribe(filters)
-
-    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        """See `Link`."""
-        self._link.wait(timeout_s, fds)
-
-    def tended(self) -> AbstractContextManager[None]:
-        """See `Link`."""
-        return self._link.tended()
-
-    def close(self) -> None:
-        """See `Link`."""
-        self._link.close()
 
     def _hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
         try:
@@ -174,7 +150,7 @@ class BoardLink(Sealed):
     @property
     def problem(self) -> str | None:
         """Why there is no session, or what is wrong with the connection; one sentence, or None."""
-        return getattr(self._link, "problem", None) or (self._trouble if self._key is None else None)
+        return super().problem or (self._trouble if self._key is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish in an envelope; without a session nothing is sent, as everything is told anew with the next one.

@@ -45,22 +45,6 @@ class FleetLink(Sealed):
         self._begun_s: dict[str, float] = {}  # device -> when an attempt of it was answered
         self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
 
-    @property
-    def session(self) -> int:
-        """See `Link`."""
-        return self._link.session
-
-    @property
-    def connected(self) -> bool:
-        """See `Link`."""
-        return self._link.connected
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong with the connection, or None."""
-        found: str | None = getattr(self._link, "problem", None)
-        return found
-
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish in an envelope of the device's session; without one nothing is sent.
 

@@ -72,7 +72,9 @@ class _Joining:
         before = self._makers.get(self._nodes[place].input[0])
         x = None if before is None else self._scaled(before)
         one = self._only_user(self._nodes[place].output[0])
-        if before is None or x is None or one is None or self._nodes[one].op_type != "Add":
+        if before is None or x is None or self._only_user(self._nodes[before].output[0]) is None:
+            return
+        if one is None or self._nodes[one].op_type != "Add":
             return
         times = self._only_user(self._nodes[one].output[0])
         if times is None or self._nodes[times].op_type != "Mul":

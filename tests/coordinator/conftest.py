@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from by_hand import Stage
+from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs
 
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
 
 
@@ -18,6 +21,26 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     made = Stage(tmp_path)
     yield made
     made.store.close()
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Iterator[Staged]:
+    """Makes stages whose coordinators serve all jobs, each in a folder of its own; all are closed at the end."""
+    made: list[Stage] = []
+
+    def make(limits: Limits = Limits(), **table: Any) -> Stage:
+        made.append(Stage(tmp_path / str(len(made)), limits, **table))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.store.close()
+
+
+@pytest.fixture
+def two_jobs(staged: Staged) -> TwoJobs:
+    """A job whose task both boards have, and a job that was queued since."""
+    return begin_two_jobs(staged(cohort=LONG))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from homes import Federation, committed
 from ordinary import User
+from waiting import until
 
 from fedquilt.blobs.store import Depot
 from fedquilt.cli import main
@@ -75,12 +76,26 @@ def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_re
 
 
 def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_to_its_result(tmp_path: Path) -> None:
-    """Boards have counted later rounds than every backup but the last; a method without private state loses nothing."""
+    """Boards have counted later rounds than every backup but the last; a method without private state loses nothing.
+
+    The job waits for one more backup after each of its rounds, so that the first is of the first round at the latest
+    and the last one of no earlier round than the last but one, however fast either process is.
+    """
     federation = Federation(tmp_path / "run", "fedavg", rounds=12).make()
+
+    def backups() -> int:
+        return len(list(tmp_path.glob("*.tar")))
+
+    def at(fact: AnyFact) -> bool:
+        if isinstance(fact, Committed):
+            before = backups()
+            until(lambda: backups() > before, "one more backup")
+        return False
+
     child = os.fork()
     if not child:
         try:
-            federation.run()
+            federation.run(at)
         finally:
             os._exit(0)
     files: list[Path] = []
@@ -90,7 +105,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
     assert isinstance(last, Ended)
     assert last.status == "done"
     rounds = set()
-    for file in files[:: max(1, len(files) // 5)]:
+    for file in [*files[: -1 : max(1, len(files) // 5)], files[-1]]:
         shutil.rmtree(federation.folder / "coordinator")
         backup.restore(file, federation.folder / "coordinator")
         rounds.add(len(federation.states()))

@@ -105,7 +105,7 @@ def test_who_is_set_aside_stays_so_however_many_others_come() -> None:
 
 
 def test_a_clock_that_is_set_back_costs_a_device_nothing() -> None:
-    """Time that did not pass is not charged."""
+    """A device's account does not shrink by time that the clock went back."""
     conduct = Conduct()
     said(conduct, 1, 10 * BURST_S / RATE)
     assert said(conduct, 10, 0.0) == {"taken": 10}

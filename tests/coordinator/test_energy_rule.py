@@ -69,7 +69,7 @@ def test_work_moves_to_the_cheaper_board_as_far_as_the_job_allows() -> None:
 
 
 def test_without_work_to_move_only_the_time_is_chosen() -> None:
-    """By most_work, and where the method has the same epochs of all: 20 s at the fast point."""
+    """Neither `most_work = 1` nor a method that has all boards train alike moves work: 20 s at the fast point."""
     unmovable = {device: ask._replace(epochs=0) for device, ask in BOTH.items()}
     for found in (allowed(cohort(most_work=1.0), KNOWN, BOTH), allowed(cohort(), KNOWN, unmovable)):
         assert found.epochs == {}
@@ -87,7 +87,7 @@ def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_u
 
 
 def test_before_anybody_has_answered_it_is_the_predicted_rule() -> None:
-    """Nobody but a device knows its examples; so is it where no profile tells watts."""
+    """The energy rule needs each device's number of examples, which only the device knows, and its profile's watts."""
     predicted = msgspec.structs.replace(cohort(), deadline="predicted")
     mute = {"dear": training(profile("dear", ("fast", 1.0, None)))}
     for known, asked in (({}, BOTH), (KNOWN, mute)):
@@ -104,7 +104,7 @@ def test_a_board_whose_joules_are_not_known_keeps_its_epochs_and_is_waited_for()
 
 
 def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples() -> None:
-    """It may have any number of them."""
+    """A plan made without their number could give the board any amount of work."""
     found = allowed(cohort(), {"dear": KNOWN["dear"]}, BOTH)
     assert "cheap" not in found.epochs
     assert found.seconds is not None
@@ -167,10 +167,10 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
 
 
 def test_the_log_tells_the_planned_epochs() -> None:
-    """In a sentence of the round."""
+    """The sentence of a round's cohort has each board's epochs."""
     told = log._sentences(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
-        "round 3: cohort a, b; deadline 42 s, predicted",
+        "round 3: cohort a, b; deadline 42 s, chosen for it",
         "round 3: epochs, as planned for energy: a 1, b 8",
     ]
 
@@ -185,11 +185,11 @@ def test_the_log_tells_the_planned_epochs() -> None:
     ],
 )
 def test_a_bound_that_nothing_heeds_is_refused(keys: dict[str, object], told: str) -> None:
-    """When the job is read."""
+    """The job's settings are refused as they are read, before any board is asked."""
     with pytest.raises(JobError, match=told):
         settings.parse({"name": "j", "method": "fedavg", "cohort": keys})
 
 
 def test_every_rule_is_found_by_its_name() -> None:
-    """And energy is one."""
+    """ "energy" is one of the deadline rules."""
     assert deadline.POLICIES["energy"] is deadline.energy

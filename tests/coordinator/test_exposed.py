@@ -94,7 +94,7 @@ def test_labels_are_bounded() -> None:
 
 def read(place: str) -> str:
     asked = urllib.request.Request(place, headers={"Accept": OPEN})
-    with urllib.request.urlopen(asked, timeout=20) as answer:
+    with urllib.request.urlopen(asked, timeout=120) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         return str(answer.read().decode())
 

@@ -62,7 +62,7 @@ def field() -> Field:
 
 @pytest.mark.parametrize("leaf", ["telemetry", "presence", "hello", "nonsense", "blob/get", f"blob/{'0' * 64}/7"])
 def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field, leaf: str) -> None:
-    """Whatever it sends; the others' messages come."""
+    """The broker delivers none of its messages of any kind, and still delivers other devices'."""
     field.say("b", leaf, 1000)
     assert field.arrived() == 0
     field.say("a")
@@ -71,7 +71,7 @@ def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field,
 
 @pytest.mark.parametrize("leaf", ["telemetry", "hello", "nonsense", "blob/x/7"])
 def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
-    """Before anything of it is checked: what is refused takes time as well."""
+    """Messages are counted before they are checked, as those that are refused take time too."""
     field = Field()
     field.say("b", leaf, FLOOD)
     field.heard()
@@ -79,7 +79,7 @@ def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
 
 
 def test_it_is_heard_again_after_a_while(field: Field) -> None:
-    """And the coordinator hears all devices by one subscription again."""
+    """When a flood's time is over, the coordinator hears all devices by one subscription again."""
     assert field.gate.next_s() < ASIDE_S + 1
     field.heard(ASIDE_S)
     field.say("b")
@@ -120,7 +120,7 @@ def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field: Fiel
 
 
 def test_a_broker_that_comes_back_is_not_asked_for_everything(field: Field) -> None:
-    """Its memory of the subscription to all devices is undone once more."""
+    """The broker may remember the subscription to all devices: it is undone again at each connection."""
     field.gate.subscribe(TOPICS.for_coordinator())
     field.say("b", times=100)
     assert field.arrived() == 0

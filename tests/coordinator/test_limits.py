@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from stored_job import JOB
 
-from fedquilt.coordinator import limits
+from fedquilt.coordinator import housekeeping, limits, requests
 from fedquilt.coordinator.limits import Limits, Retention, Submitter
+from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 
 
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
-    """Nothing is deleted then."""
+    """A coordinator without limits.toml deletes no run."""
     assert limits.load(tmp_path) == Limits()
     assert Retention().older_s is None
 
 
 def test_what_the_file_says_holds(tmp_path: Path) -> None:
-    """An age is in seconds."""
+    """An age such as "2d" is read as seconds."""
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
     (tmp_path / limits.FILE).write_text(text)
     found = limits.load(tmp_path)
@@ -37,8 +39,24 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:
-    """Before anything runs."""
+    """Limits are refused as they are read, before a coordinator serves anything."""
     (tmp_path / limits.FILE).write_text(text)
     with pytest.raises(JobError, match=said) as raised:
         limits.load(tmp_path)
     assert limits.FILE in str(raised.value)
+
+
+def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process asks for it between the look at what is old and the deletion."""
+    with Store(tmp_path) as store, Store(tmp_path) as other:
+        ids = [store.add(JOB, tmp_path / "bundle") for _ in range(2)]
+        for id in ids:
+            store.set_status(id, "stopped")
+
+        def old(*args: object) -> list[str]:
+            requests.resume(other, ids[0])
+            return ids
+
+        monkeypatch.setattr(housekeeping, "old", old)
+        assert housekeeping.retire(store, Retention(keep=0), 0.0, ()) == [ids[1]]
+        assert [row.id for row in store.jobs()] == [ids[0]]

@@ -23,6 +23,7 @@ from fedquilt.coordinator.facts import (
     Ended,
     Extended,
     Lost,
+    Noted,
     Rejected,
     Reopened,
     Resumed,
@@ -52,6 +53,7 @@ FACTS: tuple[AnyFact, ...] = (
     Ended("failed"),
     Ended("stopped"),
     Resumed(),
+    Noted("by [trigger]"),
 )
 
 
@@ -77,7 +79,7 @@ def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
 
 
 def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
-    """Also if the round was closed already; the other answers stay."""
+    """A round that was closed already is open again, and has the answers of its other devices."""
     state = after(begun(size=2), Asked(0, 0, ("a", "b")), *(Answered(0, update(name)) for name in "ab"), Closed(0))
     state = after(state, Lost(0, "b", "its blob is damaged"))
     assert (state.phase, state.asked, set(state.answered), state.lost) == ("open", {"b"}, {"a"}, {"b"})
@@ -148,7 +150,7 @@ def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
 
 
 def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
-    """30 s and 40 s; a replay at another time gives the same sum."""
+    """Rounds of 30 s and 40 s are 70 s, also when the log is replayed at another time."""
     plan = replace(begun(rounds=9, size=1).plan, stop=Stop(max_wall_s=70.0))
     facts: list[AnyFact] = [Started(BLOB)]
     for round, took_s in ((0, 30.0), (1, 40.0)):
@@ -172,7 +174,7 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
 
 
 def test_facts_of_an_older_log_are_still_read() -> None:
-    """Without work, deadline and times."""
+    """Earlier versions wrote facts without work, deadline and times."""
     old = b'[{"type":"Asked","round":0,"attempt":0,"devices":["a"]},{"type":"Extended","round":0}]'
     assert msgspec.json.decode(old, type=list[AnyFact]) == [Asked(0, 0, ("a",)), Extended(0)]
 

@@ -11,7 +11,7 @@ from fedquilt.coordinator.rounds import decide, next_s
 
 
 def paced(**cohort: float | str) -> Rounds:
-    """After a round in which a and b took 40 s and 60 s for 2 units of work."""
+    """The state after a round in which boards a and b took 40 s and 60 s for 2 units of work."""
     state = begun(rounds=9, size=2, deadline_s=600.0, deadline="predicted", **cohort)
     state = after(state, Asked(0, 0, ("a", "b"), {"a": 2.0, "b": 2.0}))
     for device, at_s in (("a", 40.0), ("b", 60.0)):
@@ -29,7 +29,7 @@ def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_
 
 
 def test_the_first_round_has_the_cohorts_deadline() -> None:
-    """Nothing is known yet; and a deadline that is fixed stays what it is."""
+    """A deadline is predicted from earlier rounds, of which there is none yet; a fixed deadline never changes."""
     assert decide(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == Asked(
         0, 0, ("a",), {"a": 1.0}
     )
@@ -43,7 +43,7 @@ def test_the_first_round_has_the_cohorts_deadline() -> None:
 
 
 def test_a_prediction_with_a_quorum_ends_the_round() -> None:
-    """Half of two have answered after 45 s."""
+    """A quorum of half is there when one of two boards has answered after 45 s."""
     state = after(paced(quorum=0.5), Asked(1, 0, ("a", "b"), {}, 45.0), Answered(1, update("a", 1)), now_s=60.0)
     assert decide(state, 104.0, {"a", "b"}) is None
     assert decide(state, 105.0, {"a", "b"}) == Closed(1)
@@ -75,7 +75,7 @@ def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadl
 
 
 def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
-    """Ten seconds for others to come, then the next attempt."""
+    """The round waits ten seconds for other boards to come, and then makes its next attempt."""
     state = after(paced(), Asked(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     state = after(state, Declined(1, "a", "memory", "too big"), Declined(1, "b", "memory", "too big"))
     assert next_s(state) == 70.0
@@ -83,7 +83,7 @@ def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
 
 
 def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
-    """That it was extended once does not make the next attempt end with the first quorum."""
+    """A round that was extended once does not end its next attempt with the first quorum."""
     state = after(paced(quorum=0.5), Asked(1, 0, ("a", "b"), {}, 45.0), Extended(1), now_s=60.0)
     again = after(state, Reopened(1, 1), Asked(1, 1, ("a", "b")), Answered(1, update("a", 1)), now_s=660.0)
     assert decide(again, 661.0, {"a", "b"}) is None
@@ -93,7 +93,7 @@ def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
 
 
 def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:
-    """c takes the place of a, with 4 units; a round later nothing is said of its work."""
+    """Board c takes the place of a, with 4 units of work; the next round knows nothing of them."""
     state = after(paced(), Asked(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), Declined(1, "a", "x", "y"))
     fact = decide(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
     assert fact == Asked(1, 0, ("c",), {"c": 4.0})
@@ -104,7 +104,7 @@ def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> N
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:
-    """40 s were taken; the next round is given 60 s."""
+    """A round that took 40 s gives the next one 60 s."""
     state = after(begun(deadline_s=600.0, deadline="predicted"), Asked(0, 0, ("a",)))
     state = after(state, Answered(0, update("a"), 40.0), Closed(0), committed(0))
     assert decide(state, 0.0, {"a"}) == Asked(1, 0, ("a",), {}, 60.0)

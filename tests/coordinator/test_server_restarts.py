@@ -80,7 +80,7 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     first, second = stage.told(Asked)
     assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(Answered)[0].took_s))
     assert second.deadline_s == pytest.approx(30.0, abs=2.0)
-    assert "deadline 30 s, predicted" in log.sentences(second)[0]
+    assert "deadline 30 s, chosen for it" in log.sentences(second)[0]
     task = a.tasks[-1]
     assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)

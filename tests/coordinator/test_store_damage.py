@@ -27,7 +27,7 @@ def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """Whoever asks for it is told why it cannot be read; the others are there as ever."""
+    """Whoever asks for the run of that row is told why it cannot be read; other runs are there as ever."""
     store = opened()
     run, other = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
     with store._writing():

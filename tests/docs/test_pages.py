@@ -62,3 +62,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name} links to {path}"
         if anchor:
             assert anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", documents.pages(), ids=lambda page: page.relative_to(documents.ROOT).as_posix())
+def test_every_row_belongs_to_a_table(page: Path) -> None:
+    """A row behind an empty line has no head, and a site shows it as text with bars."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
+        head, *rows = table.splitlines()
+        assert rows, head
+        assert re.fullmatch(r"\|[ :|-]+", rows[0]), head

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import until
+from waiting import LIMIT_S, until
 
 from fedquilt import config, methods
 from fedquilt.core import Method
@@ -21,7 +21,6 @@ from fedquilt.testing import conformance
 from fedquilt.testing.toys import learners, play, to_train
 
 DOCS = Path(__file__).parents[2] / "docs"
-LIMIT_S = 60.0
 
 
 def blocks(page: str, language: str = "python") -> list[str]:

@@ -51,7 +51,7 @@ def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(si
 
 
 def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -> None:
-    """It waits for the answer about the last contribution, and takes its state only if it was accepted."""
+    """The agent waits to hear whether its last update counted, and keeps the private state of that one only if so."""
     until_offered(site)
     site.ask(1, counted=0)
     assert len(site.bench.orders) == 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from one_agent import Site
+from waiting import LIMIT_S
 
 from fedquilt import wire
 from fedquilt.core import JobError
@@ -50,7 +51,7 @@ def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(
     try:
         stage.until(lambda: any(message.topic.endswith("up/profile") for message in stage.heard["watch"]))
         daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(timeout=20) == 0
+        assert daemon.wait(timeout=LIMIT_S) == 0
     finally:
         daemon.kill()
         daemon.wait()

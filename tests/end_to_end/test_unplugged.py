@@ -1,13 +1,16 @@
-"""A board that is unplugged is seen, by a real broker, coordinator and agent, by whoever looks at the home."""
+"""A board that is unplugged is seen, by a real broker, coordinator and agent, in the home, on the page, as a metric."""
 
 from __future__ import annotations
 
+import re
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dashes import Dashboard
 from processes import Processes
 from waiting import until
 
@@ -41,17 +44,37 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
     broker, home = mosquitto(), tmp_path / "runs"
     table = {"device": "a", "home": str(tmp_path / "a"), "board": "jetson-nano", "labels": ["site=lab"]}
     (tmp_path / "a.toml").write_text(config.text({**table, "broker": {"url": broker.url, "keepalive_s": 5}}))
-    processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
+    pytest.importorskip("prometheus_client", reason="metrics are an extra")
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
+    log = tmp_path / "serve.log"
+    words = ("--home", str(home), "--broker", broker.url, "--metrics", "127.0.0.1:0")
+    processes.start("coordinator", log, "serve", *words)
     processes.start("a", tmp_path / "a.log", "agent", str(tmp_path / "a.toml"))
+    metrics = until(lambda: re.search(r"metrics at (\S+)", log.read_text()), "metrics are served")[1]
 
     def states() -> list[tuple[str, tuple[str, ...]]]:
         return [(each.state, each.board.labels) for each in devices.look(home)]
 
+    def metric() -> str:
+        with urllib.request.urlopen(metrics, timeout=30) as answer:
+            found = re.search(r'^fedquilt_board_online\{device="a"\} (\S+)', answer.read().decode(), re.MULTILINE)
+        return found[1] if found else ""
+
     until(lambda: states() == [("idle", ("site=lab",))], "the board is online")
-    processes.running["a"].send_signal(signal.SIGSTOP)
-    until(lambda: states() == [("offline", ("site=lab",))], "the board is offline")
-    processes.running["a"].send_signal(signal.SIGCONT)
-    until(lambda: states() == [("idle", ("site=lab",))], "the board is online again")
+    with Dashboard(home) as dash:
+
+        def page() -> str:
+            (board,) = dash.values("/api/fleet")["boards"]
+            return str(board["state"])
+
+        assert (page(), metric()) == ("idle", "1.0")
+        processes.running["a"].send_signal(signal.SIGSTOP)
+        until(lambda: states() == [("offline", ("site=lab",))], "the board is offline")
+        until(lambda: page() == "offline", "the page shows it")
+        until(lambda: metric() == "0.0", "the metric says it")
+        processes.running["a"].send_signal(signal.SIGCONT)
+        until(lambda: states() == [("idle", ("site=lab",))], "the board is online again")
+        until(lambda: page() == "idle", "the page shows that too")
     (found,) = devices.look(home)
     assert found.board.version
     assert found.board.skew_s is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 
 import pytest
+from waiting import LIMIT_S
 
 from fedquilt import open_metrics
 from fedquilt.core import JobError
@@ -44,7 +45,7 @@ def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> 
     for _ in range(2):
         with open_metrics.served(listen, lambda: FAMILIES) as where:
             listen = where.removeprefix("http://").removesuffix("/metrics")
-            with urllib.request.urlopen(where, timeout=20) as answer:
+            with urllib.request.urlopen(where, timeout=LIMIT_S) as answer:
                 text = answer.read().decode().splitlines()
         assert {"fq_jobs_total 3.0", 'fq_watts{device="a"} 2.5', 'fq_watts{device="b"} 7.0'} <= set(text)
         assert any(line.startswith("# TYPE fq_jobs") and line.endswith(" counter") for line in text)

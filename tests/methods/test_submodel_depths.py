@@ -118,9 +118,10 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
 
 # -- FT-Full and FT-Part --------------------------------------------------------------------------
 def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
-    """At 0.4 GB a mini-batch for the whole network does not fit, one for the head does; nothing said: asked.
+    """Of boards with 0.1, 0.4 and 1 GB the middle one has room to train the head, but not the whole network.
 
-    With `at_once = 1` neither holds more than one example, but for batch norm that is trained: it takes all of them.
+    A board that has not said its budget is asked by both. One example at a time (`at_once = 1`) helps FT-Part alone:
+    FT-Full trains batch norm, which needs the whole mini-batch.
     """
     made = bundle()
     made = replace(made, meta={**made.meta, "example_bytes": 10**7})
@@ -136,7 +137,7 @@ def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
 
 
 def test_ft_part_moves_the_last_layers_alone() -> None:
-    """One layer, then two: all else stays in every bit, statistics of frozen normalisations too."""
+    """FT-Part trains the last layer, then the last two; every other tensor keeps its bits, also running means."""
     for count in (1, 2):
         found = run("ft_part", bundle(), layers=count)
         first, last = found[0], found[-1]
@@ -152,7 +153,7 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
 
 
 def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
-    """Five tiers want five values."""
+    """A list with a value for each of the five tiers has five values, each in its bounds."""
     import msgspec
 
     bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [

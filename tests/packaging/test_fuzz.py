@@ -10,6 +10,7 @@ import decoders
 import fuzz
 import pytest
 import wired
+from decoding import Decoder
 
 from fedquilt import wire
 from fedquilt.core import Wired
@@ -58,12 +59,12 @@ def modules() -> Iterator[tuple[str, set[str]]]:
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, decoders.Decoder]:
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
     """All decoders."""
     return decoders.every(tmp_path_factory.mktemp("decoders"))
 
 
-def test_every_module_that_decodes_bytes_is_fuzzed(known: dict[str, decoders.Decoder]) -> None:
+def test_every_module_that_decodes_bytes_is_fuzzed(known: dict[str, Decoder]) -> None:
     """Or is here with the reason why not; a new decoder is told by this test."""
     fuzzed = {decoder.module for decoder in known.values()}
     found = dict(modules())
@@ -73,7 +74,7 @@ def test_every_module_that_decodes_bytes_is_fuzzed(known: dict[str, decoders.Dec
     assert {name for name in fuzzed if not (ROOT / name).is_file()} == set()
 
 
-def test_every_message_is_fuzzed(known: dict[str, decoders.Decoder]) -> None:
+def test_every_message_is_fuzzed(known: dict[str, Decoder]) -> None:
     """Those that a topic can carry, in both directions."""
     kinds = {wire.CoordState, wire.RoundState, wire.Get, *wire.UP.values(), *wire.DOWN.values(), *wire.BLOB.values()}
     assert {type(message) for message in wired.MESSAGES} == kinds
@@ -87,7 +88,7 @@ def test_some_inputs_of_every_decoder_give_values_or_the_named_errors() -> None:
     assert 0.05 < found.read / found.inputs < 0.5
 
 
-def test_each_decoder_takes_its_seeds(known: dict[str, decoders.Decoder]) -> None:
+def test_each_decoder_takes_its_seeds(known: dict[str, Decoder]) -> None:
     """Also when they are given the checksum that they have; what is dressed is another input."""
     for name, decoder in known.items():
         assert decoder.seeds, name
@@ -97,10 +98,10 @@ def test_each_decoder_takes_its_seeds(known: dict[str, decoders.Decoder]) -> Non
                 decoder.read(seed if decoder.dress is None else decoder.dress(seed))
 
 
-def test_another_error_is_told_with_the_command_that_shows_it_again(known: dict[str, decoders.Decoder]) -> None:
+def test_another_error_is_told_with_the_command_that_shows_it_again(known: dict[str, Decoder]) -> None:
     """As a decoder without its errors shows."""
     plain = known["wire.Ack"]
-    strict = decoders.Decoder(plain.module, plain.read, (), plain.seeds)
+    strict = Decoder(plain.module, plain.read, (), plain.seeds)
     failures = [failure for number in range(200) if (failure := fuzz.one("wire.Ack", strict, number)[1])]
     assert failures
     assert "WireError" in failures[0].what

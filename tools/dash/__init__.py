@@ -47,9 +47,10 @@ def main(
         host, port = place.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         door = Door(port=port) if actions else None
+        if door is not None:
+            write_token(home, door.token)  # before an address is told: this may fail
         say(f"dashboard of {home}: {url}")
         if door is not None:
-            write_token(home, door.token)
             say(f"to approve, stop and resume runs, open {url}#token={door.token}")
 
         async def serve() -> None:

@@ -57,7 +57,7 @@ def _short(mode: Mode, workload: str, takes_s: float, left_s: float, enough: dic
 
 
 def _fastest_s(board: profiles.Board, levers: Levers, mode: Mode, learned: Learned, latest: Latest) -> float | None:
-    """Seconds of the latest task at the fastest point within a mode; None: the profile cannot tell."""
+    """Seconds that the latest task would take in a power mode at its fastest point; None: the profile cannot tell."""
     most = envelope.most_hz(levers, envelope.bounds(levers, mode))
     points = envelope.offered(board.operating_points(), levers, mode, most)
     told = [each.seconds for each in estimates(learned, points, latest.work) if each is not None]

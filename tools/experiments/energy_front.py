@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import columns, disk, methods
+from fedquilt import columns, disk, methods, progress
 from fedquilt.coordinator import deadline, energy_plan, tasks
 from fedquilt.coordinator.deadline import RECENT, Ask, Took
 from fedquilt.coordinator.energy_plan import Board, Choice, Plan
@@ -128,9 +128,9 @@ def main(job: Job, folder: Path, out: Path | None, format: str) -> int:
     if out is not None:
         disk.write(out, plots.alone(plot(found)))
     if format == "json":
-        print(msgspec.json.encode(table(found)).decode())
+        progress.LINE.aside(msgspec.json.encode(table(found)).decode())
     else:
-        print("\n".join([*lines(found, job), *([f"drawn in {out}"] if out is not None else [])]))
+        progress.LINE.aside(*lines(found, job), *([f"drawn in {out}"] if out is not None else []))
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from fedquilt import columns, disk
+from fedquilt import columns, disk, progress
 from fedquilt.coordinator.settings import Job
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
@@ -66,9 +66,9 @@ def main(job: Job, devices: int | None, out: Path | None, format: str) -> int:
     if out is not None:
         disk.write(out, plots.with_ground(svg(counts, job.name)))
     if format == "json":
-        print(msgspec.json.encode(table(counts)).decode())
+        progress.LINE.aside(msgspec.json.encode(table(counts)).decode())
     else:
-        print("\n".join([*lines(counts), *([f"drawn in {out}"] if out is not None else [])]))
+        progress.LINE.aside(*lines(counts), *([f"drawn in {out}"] if out is not None else []))
     return 0
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ordinary import User
 
@@ -73,13 +74,30 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
 def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
     """Answers, drift, and accuracy where labels arrive; all three for programs too."""
     with BoardStore(tmp_path, writes=True) as store:
-        known = {"a": Reading(int(NOW) - 10, served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
+        known = {"a": Reading(int(NOW), served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
         store.write([Board(name, online=True) for name in known], known.items())
     found = devices.look(tmp_path, NOW)
     told = devices.lines(found, NOW, wide=80)
     assert "  serves: 1200 answers, drift 0.41, accuracy 90 %" in told
     assert "  serves: 3 answers, drift not known yet" in told
     assert (found[0].row()["drift"], found[0].row()["accuracy"], found[0].row()["served"]) == (0.414, 0.9, 1200)
+
+
+@pytest.mark.parametrize(
+    ("task", "budget", "told"),
+    [
+        (285_000_000, 800_000_000, "285/800 MB"),
+        (45_300_000, 300_000_000, "45/300 MB"),
+        (2_040_000_000, 2_000_000_000, "2/2 GB"),
+        (0, 512_000_000, "0/512 MB"),
+        (1_100_000_000, 999_900_000, "1100/1000 MB"),
+    ],
+)
+def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: int, told: str) -> None:
+    """A task of hundreds of MB had two digits and an exponent."""
+    board = msgspec.structs.replace(WORKING, budget_bytes=budget)
+    reading = Reading(int(NOW), task_bytes=task)
+    assert told in devices.lines([devices.Device(board, reading)], NOW, wide=80)[3]
 
 
 def test_without_a_coordinator_that_is_said(home: Path) -> None:

@@ -126,6 +126,21 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
     assert told[12] == "final evaluation: cohort a"
 
 
+def test_progress_counts_rounds_of_work_alone() -> None:
+    """Rounds that gather statistics, and the final evaluation, have numbers and are none of the job's two."""
+    state, told = apply(Rounds(Plan(0, 2, Cohort(), 1)), Started(REF, settles=True), 0.0), list[str]()
+    for round, settled in enumerate((True, False, True, False, True, False)):
+        state = apply(state, Asked(round, 0, ("a", "b")), 1.0)
+        state = apply(state, answer("a", round), 1.0)
+        told.append(log.status(state))
+        for fact in (Closed(round), Committed(round, REF, False, {}, settled=settled)):
+            state = apply(state, fact, 1.0)
+    assert told[0] == "round 0: 1 of 2 updates; 0 of at most 2 rounds done"
+    assert told[3] == "round 3: 1 of 2 updates; 1 of at most 2 rounds done"
+    assert told[4] == "round 4: 1 of 2 updates; 2 of at most 2 rounds done"
+    assert told[5] == "final evaluation: 1 of 2 updates; 2 of at most 2 rounds done"
+
+
 def test_a_count_is_told_to_the_last_one() -> None:
     """And a measure with four digits."""
     told = log.sentences(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from job_facts import BLOB, update
 
 from fedquilt.coordinator.facts import (
     Answered,
@@ -25,14 +26,9 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.rounds import decide, survey
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import why
-from fedquilt.core import BlobRef, JobError, Update, Usage
+from fedquilt.core import JobError
 
-BLOB = BlobRef(sha256="a" * 64, size=1)
 PLAN = Plan(0, 100, Cohort(size=2), 0)
-
-
-def update(device: str, round: int = 0) -> Update:
-    return Update(job="j-1", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
 
 
 def played(plan: Plan, fleet: dict[str, str], rounds: int) -> list[AnyFact]:

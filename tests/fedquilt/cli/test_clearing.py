@@ -18,7 +18,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import housekeeping, settings
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Update, Usage
+from fedquilt.core import BlobRef, Update, Usage
 from fedquilt.tools.experiments import run_cache
 from fedquilt.tools.experiments.single_run import Run
 
@@ -139,20 +139,27 @@ def test_deleting_what_is_not_there_names_what_is(tmp_path: Path, capsys: pytest
     assert f"there are: {run}" in capsys.readouterr().err
 
 
-def test_old_runs_are_those_that_both_options_name() -> None:
-    """Of four that ended 1, 2, 3 and 4 days ago and one that was interrupted 9 days ago."""
-    from fedquilt.coordinator.store import Unreadable
+def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four that ended 1, 2, 3 and 4 days ago, the last of them after a week's work, and one that was interrupted."""
+    day, now = 86400.0, time.time()
+    runs = {}
+    with Store(tmp_path) as store:
+        for name, began, over in (("waits", 20, 20), ("4", 11, 4), ("3", 3, 3), ("2", 2, 2), ("1", 1, 1)):
+            monkeypatch.setattr(time, "time", lambda began=began: now - began * day)
+            id = store.add(settings.parse({"name": name, "method": "fedavg"}), tmp_path)
+            monkeypatch.setattr(time, "time", lambda over=over: now - over * day)
+            store.append(id, Started(BlobRef(sha256="a" * 64, size=1)) if name == "waits" else Ended("done"))
+            store.set_status(id, "running" if name == "waits" else "done")
+            runs[id] = name
 
-    day = 86400.0
-    rows = [
-        Unreadable("waits", "running", -9 * day, ""),
-        *(Unreadable(str(n), "done", -n * day, "") for n in (4, 3, 2, 1)),
-    ]
-    assert housekeeping.old(rows, 0.0, 1, None) == ["4", "3", "2"]
-    assert housekeeping.old(rows, 0.0, None, 2.5 * day) == ["4", "3"]
-    assert housekeeping.old(rows, 0.0, 3, 2.5 * day) == ["4"]
-    assert housekeeping.old(rows, 0.0, 9, None) == []
-    assert housekeeping.old(rows, 0.0, 0, None) == ["4", "3", "2", "1"]
+        def old(keep: int | None, older_s: float | None) -> list[str]:
+            return [runs[id] for id in housekeeping.old(store, now, keep, older_s)]
+
+        assert old(1, None) == ["4", "3", "2"]
+        assert old(None, 2.5 * day) == ["4", "3"]
+        assert old(3, 2.5 * day) == ["4"]
+        assert old(9, None) == []
+        assert old(0, None) == ["4", "3", "2", "1"]
 
 
 def test_pruning_keeps_the_latest_and_whatever_has_not_ended(

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import click
 import pytest
+from waiting import until
 
 import fedquilt.cli
 from command_lines import parsed
+from fedquilt import progress
 from fedquilt.cli import commands, main
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError
 
 HELPERS = {"__init__", "__main__", "commands", "homes", "options", "reference"}
 
@@ -207,3 +211,35 @@ def test_each_shell_gets_its_script(
     monkeypatch.setenv("_FEDQUILT_COMPLETE", f"{shell}_source")
     assert main([]) == 0
     assert "_FEDQUILT_COMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "words"),
+    [
+        ("coordinator.backup", "save", ("backup", "runs", "runs.tar")),
+        ("coordinator.backup", "restore", ("restore", "runs.tar", "new")),
+        ("tools.experiments.energy_front", "main", ("front", "job.toml")),
+        ("tools.report.partition", "main", ("partition", "job.toml")),
+    ],
+)
+def test_what_may_take_long_says_that_it_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: str,
+    function: str,
+    words: tuple[str, ...],
+) -> None:
+    """The work goes on until a line has said so, and then breaks off."""
+    monkeypatch.chdir(tmp_path)
+    Store(tmp_path / "runs").close()
+    Path("job.toml").write_text("name = 'job'\nmethod = 'fedavg'\n")
+    monkeypatch.setattr(progress.LINE, "_rarely_s", 0.0)
+
+    def work(*args: object) -> None:
+        until(lambda: "so far" in capsys.readouterr().err, "a line")
+        raise JobError("that is enough")
+
+    monkeypatch.setattr(f"fedquilt.{module}.{function}", work)
+    assert main(words) == 2
+    assert "that is enough" in capsys.readouterr().err

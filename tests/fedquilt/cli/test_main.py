@@ -255,7 +255,7 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
         reader.start()
         assert main(["export", run, "--home", str(tmp_path / "runs"), "--out", str(pipe)]) == 0
-        reader.join(timeout=10)
+        reader.join(timeout=120)
     assert pipe.is_fifo()
     assert tensors.decode(read[0]).keys() == {"1.weight", "1.bias"}
 

@@ -11,7 +11,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from fedquilt.models.stitching import onnx_memory  # noqa: E402
+from fedquilt.models.stitching import onnx_joined, onnx_memory  # noqa: E402
 
 KERNEL = numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), "k")
 MAP = 4 * 2 * 8 * 8  # bytes of a value (1, 2, 8, 8); every value here has this size unless it says so
@@ -81,6 +81,20 @@ def test_a_buffer_is_held_for_a_later_value_of_its_size() -> None:
     assert held(*nodes, *later, channels=3) == (1 + 1 + 1 + 8 + 0.5) * MAP
 
 
+def test_of_several_free_buffers_the_latest_is_taken() -> None:
+    """c takes the buffer of b and not that of a, which the runtime has returned before the wide value is made."""
+    nodes = (
+        ("Conv", "x", "a"),
+        ("Conv", "a", "b"),
+        ("Concat", "b b b b b b b b", "wide"),
+        ("ReduceMax", "wide", "r"),
+        ("ReduceMax", "b", "d"),
+        ("Conv", "x", "c"),
+        ("Concat", "c r d", "y"),
+    )
+    assert held(*nodes, channels=4) == (1 + 1 + 8 + 0.5) * MAP  # input, b, wide, r
+
+
 def test_recurrent_layers_compute_all_gates_first() -> None:
     """A GRU of 5 steps, 2 inputs and 3 hidden: input (5 * 2), answers (5 * 3) and three gates of them."""
     w, r = (np.ones((1, 9, width), np.float32) for width in (2, 3))
@@ -95,20 +109,33 @@ def test_recurrent_layers_compute_all_gates_first() -> None:
     assert onnx_memory.alive_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
 
 
-def attention(*, sliced: bool) -> int | None:
+def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted() -> None:
+    """Its first output, the answers of all steps, has no name then."""
+    graph = helper.make_graph(
+        [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=3)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, 1, 2])],
+        [helper.make_tensor_value_info("last", TensorProto.FLOAT, [1, 1, 3])],
+        [numpy_helper.from_array(np.ones((1, 9, width), np.float32), name) for name, width in (("w", 2), ("r", 3))],
+    )
+    assert onnx_memory.alive_bytes(graph, {"x": 4 * 5 * 2, "last": 4 * 3}) == 4 * (5 * 2 + 3)
+
+
+def attention(way: str) -> int | None:
     """Bytes of two layers of v <- softmax(v v' / 2) v, where v is the input (n, 64) as (n, 16, 4).
 
     Args:
-        sliced: the reshape's first size is a slice of x's shape, of which the runtime cannot tell that it is n.
+        way: to the reshape's first size: "gather" takes it from x's shape; with "slice", a slice of that shape, and
+            "slice and gather" the runtime cannot tell that it is n.
     """
     numbers = {"zero": [0], "one": [1], "rows": [16, 4], "first": 0}
     kept = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
     kept.append(numpy_helper.from_array(np.array(2, np.float32), "two"))
     nodes = [helper.make_node("Shape", ["x"], ["s"])]
-    if sliced:
-        nodes.append(helper.make_node("Slice", ["s", "zero", "one"], ["n"]))
-    else:
-        nodes.append(helper.make_node("Gather", ["s", "first"], ["g"]))
+    if "slice" in way:
+        nodes.append(helper.make_node("Slice", ["s", "zero", "one"], ["n" if way == "slice" else "cut"]))
+    if "gather" in way:
+        nodes.append(helper.make_node("Gather", ["s" if way == "gather" else "cut", "first"], ["g"]))
         nodes.append(helper.make_node("Unsqueeze", ["g", "zero"], ["n"]))
     nodes.append(helper.make_node("Concat", ["n", "rows"], ["to"], axis=0))
     nodes.append(helper.make_node("Reshape", ["x", "to"], ["v0"]))
@@ -128,8 +155,9 @@ def attention(*, sliced: bool) -> int | None:
 def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape() -> None:
     """A small vision transformer was predicted 1.32 times too large: its scale and transposes are part of products."""
     few = 64  # bytes of shapes that are held beside
-    assert 0 <= (attention(sliced=False) or 0) - 4 * (64 + 64 + 256 + 64) <= few  # input, v, square, next v
-    assert 0 <= (attention(sliced=True) or 0) - 4 * (64 + 64 + 256 + 256) <= few  # softmax beside its input
+    assert 0 <= (attention("gather") or 0) - 4 * (64 + 64 + 256 + 64) <= few  # input, v, square, next v
+    for way in ("slice", "slice and gather"):
+        assert 0 <= (attention(way) or 0) - 4 * (64 + 64 + 256 + 256) <= few, way  # softmax beside its input
 
 
 def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
@@ -148,9 +176,8 @@ def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
     assert onnx_memory.activation_bytes(model) == 4 * MAP  # x, b and c beside a, which is held for e
 
 
-@pytest.mark.parametrize(("half_first", "bias"), [(False, False), (True, False), (False, True), (True, True)])
-def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: bool) -> None:
-    """GELU in both ways of writing it; with a bias the runtime adds that into a buffer beside."""
+def gelu(half_first: bool = False, bias: bool = False, also: str = "") -> onnx.ModelProto:
+    """GELU between two convolutions; `also` names a value within it that the graph's output takes as well."""
     numbers = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "k8": np.ones(8)}
     kept = [KERNEL, *(numpy_helper.from_array(np.array(value, np.float32), name) for name, value in numbers.items())]
     nodes = [helper.make_node("Conv", ["x", "k"], ["a"])]
@@ -163,11 +190,24 @@ def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: boo
         nodes += [helper.make_node("Mul", [v, "half"], ["f"]), helper.make_node("Mul", ["f", "e"], ["g"])]
     else:
         nodes += [helper.make_node("Mul", [v, "e"], ["f"]), helper.make_node("Mul", ["f", "half"], ["g"])]
-    nodes.append(helper.make_node("Conv", ["g", "k"], ["y"]))
+    nodes.append(helper.make_node("Conv", ["g", "k"], ["h" if also else "y"]))
+    if also:
+        nodes.append(helper.make_node("Add", ["h", also], ["y"]))
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
     graph = helper.make_graph(nodes, "g", [x], [y], kept)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert onnx_memory.activation_bytes(model) == (4 if bias else 3) * MAP
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.mark.parametrize(("half_first", "bias"), [(False, False), (True, False), (False, True), (True, True)])
+def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: bool) -> None:
+    """GELU in both ways of writing it; with a bias the runtime adds that into a buffer beside."""
+    assert onnx_memory.activation_bytes(gelu(half_first, bias)) == (4 if bias else 3) * MAP
+
+
+def test_an_error_function_whose_input_is_used_elsewhere_stays_five_operations() -> None:
+    """The runtime cannot leave x / sqrt(2) out where something else takes it."""
+    kinds = [[node.op_type for node in onnx_joined.joined(gelu(also=also).graph)] for also in ("", "c")]
+    assert kinds == [["Conv", "Gelu", "Conv"], ["Conv", "Div", "Erf", "Add", "Mul", "Mul", "Conv", "Add"]]
 
 
 def test_shapes_that_depend_on_the_batch_are_inferred() -> None:

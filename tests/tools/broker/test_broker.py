@@ -103,5 +103,5 @@ def test_the_command_listens_until_it_is_terminated(stage: Stage) -> None:
         link.publish("t", b"hello")
         stage.until(lambda: stage.heard["agent"])
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (0, "")

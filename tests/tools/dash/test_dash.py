@@ -22,6 +22,7 @@ from dashes import Dashboard
 from fedquilt import cli
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.facts import Committed
 from fedquilt.coordinator.housekeeping import remove
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.dash.watch import WATCHERS
@@ -95,7 +96,7 @@ def test_every_page_and_its_files_are_there(dash: Dashboard) -> None:
     ],
 )
 def test_boards_are_chosen_and_sorted(dash: Dashboard, query: str, count: int, first: str | None) -> None:
-    """By the same words as `fedquilt devices` takes."""
+    """The dashboard takes the same words for states and labels as `fedquilt devices`."""
     told = dash.values(f"/api/fleet?{query}")
     assert told["found"] == count
     assert (told["boards"][0]["device"] if told["boards"] else None) == first
@@ -105,7 +106,7 @@ def test_boards_are_chosen_and_sorted(dash: Dashboard, query: str, count: int, f
 
 
 def test_a_long_list_comes_page_by_page(tmp_path: Path) -> None:
-    """Whatever page is asked for."""
+    """A list of 250 boards has three pages; who asks for the 99th gets the last one."""
     home = tmp_path / "runs"
     Store(home).close()
     dashes.add_boards(home, dashes.names(250))
@@ -156,7 +157,7 @@ def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) 
 
 
 def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
-    """The latest first; interrupted, as nobody serves the home."""
+    """The latest run is the first one; it is interrupted, as nobody serves the home."""
     told = dash.until("/api/runs", lambda told: all("done" in run for run in told["runs"]))
     digits, leaves = told["runs"]
     assert (digits["name"], digits["status"], digits["done"]) == ("digits", "interrupted", 2)
@@ -169,7 +170,7 @@ def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
 
 
 def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
-    """The latest first."""
+    """Lines are chosen by kind, text, run and board; the latest is the first one."""
     told = dash.until("/api/log?kind=Declined", lambda told: told["found"] == 5)
     assert {line["kind"] for line in told["lines"]} == {"Declined"}
     assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
@@ -179,11 +180,12 @@ def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
 
 
 def test_a_report_is_made_by_another_process(dash: Dashboard) -> None:
-    """And can run no script."""
+    """The report's policy is a sandbox, in which no script of it runs."""
     status, headers, body = dash.ask("/api/runs/leaves/report")
     assert status == 200
     assert b"</html>" in body
-    assert "sandbox" in headers["content-security-policy"]
+    (policy,) = headers.get_all("content-security-policy") or []
+    assert "sandbox" in policy
     status, said = dash.problem("/api/runs/nothing/report")
     assert (status, "there is no run" in said) == (404, True)
 
@@ -192,7 +194,7 @@ def test_a_report_is_made_by_another_process(dash: Dashboard) -> None:
 
 
 def test_a_dashboard_that_only_shows_does_nothing(dash: Dashboard) -> None:
-    """There is no token, and no cookie helps."""
+    """Without `--actions` there is no token, and a request with a made-up cookie is refused."""
     assert not (dash.home / "dash.token").exists()
     assert dash.values("/api/session") == {**dash.values("/api/session"), "actions": False, "proof": None}
     status, told = dash.act("digits", "stop", Origin=dash.url, Cookie="fedquilt-dash=1", X_Fedquilt_Proof="1")
@@ -206,7 +208,7 @@ def test_a_dashboard_that_only_shows_does_nothing(dash: Dashboard) -> None:
 )
 @pytest.mark.parametrize("path", ["/", "/api/fleet", "/api/events"])
 def test_pages_of_somebody_else_see_nothing(dash: Dashboard, path: str, headers: dict[str, str]) -> None:
-    """Nor do they take the place of who watches."""
+    """They are refused before they can take one of the places of those who watch."""
     assert dash.problem(path, **headers)[0] == 403
 
 
@@ -339,7 +341,7 @@ def test_markup_of_a_board_stays_text(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
-    """It is gone by name, and the others are there."""
+    """Whoever asks for the deleted run is told its name, and other runs are still listed."""
     home = tmp_path / "runs"
     run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
     dashes.add_run(home, dashes.facts(DEVICES))
@@ -374,7 +376,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fedquilt.db", "boards.db"])
 def test_a_database_that_is_no_database(tmp_path: Path, name: str) -> None:
-    """Is a sentence on its pages; the process lives, and shows it when it has been put back."""
+    """Its pages answer with a sentence; the dashboard goes on, and shows the database again once it is back."""
     home = tmp_path / "runs"
     dashes.add_run(home, dashes.facts(DEVICES))
     dashes.add_boards(home, DEVICES)
@@ -425,7 +427,7 @@ def digests(home: Path) -> dict[str, str]:
 
 
 def test_it_writes_nothing(tmp_path: Path) -> None:
-    """Of all that is in a home, nothing is changed by its pages."""
+    """No file of a home has changed after a dashboard has shown its pages."""
     home = tmp_path / "runs"
     dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
     dashes.add_boards(home, DEVICES)
@@ -440,13 +442,14 @@ def test_it_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
-    """In the middle of reading; the states are those of a run that nobody watched."""
+    """A dashboard that dies while it reads leaves a run with the states of one that nobody watched."""
     watched, alone = homes.Federation(tmp_path / "watched").make(), homes.Federation(tmp_path / "alone").make()
     alone.run()
     with Dashboard(tmp_path / "watched" / "coordinator") as dash:
 
         def look(fact: object) -> bool:
-            if dash.process.poll() is None and dash.values("/api/runs")["runs"][0].get("done", 0) >= 2:
+            if isinstance(fact, Committed) and fact.round == 2:
+                dash.until("/api/runs", lambda told: told["runs"][0].get("done", 0) >= 2)
                 begun = http.client.HTTPConnection("127.0.0.1", dash.port)
                 begun.request("GET", "/api/runs/sim/report")  # nobody reads the answer
                 os.kill(dash.process.pid, signal.SIGKILL)
@@ -465,7 +468,7 @@ def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_said(
     tmp_path: Path, home: Path, dash: Dashboard, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the mend."""
+    """A folder without runs, an address without a port and a port that is taken are each refused with the mend."""
     assert cli.main(["dash", "--home", str(tmp_path)]) == 6
     assert "no runs in" in capsys.readouterr().err
     assert cli.main(["dash", "--home", str(home), "--listen", "8080"]) == 2

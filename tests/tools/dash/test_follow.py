@@ -32,7 +32,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_it_comes_to_what_the_views_say(home: Path) -> None:
-    """Reasons, bytes, joules; and so does the state of its rounds."""
+    """Reasons, bytes, joules and rounds are those that the views compute from all facts at once."""
     found = followed(home)
     plain = dashes.facts(DEVICES)
     assert found.parts == why.parts(plain, Plan.of(found.row.job))
@@ -59,7 +59,7 @@ def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
 
 
 def test_a_board_sees_where_its_time_went(home: Path) -> None:
-    """Of 16 s it was at its task for 4, fetched and sent for 6, which is 3 to 1 by bytes, and waited for 6."""
+    """A round of 16 s is 4 s at the task, 6 s of fetching and sending, 3 to 1 as its bytes are, and 6 s of waiting."""
     turns = followed(home).of_device(DEVICES[1])
     assert [turn["round"] for turn in turns] == [2, 1, 0]
     parts = [turns[1][f"{name}_s"] for name in ("before", "down", "train", "up", "after")]
@@ -69,7 +69,7 @@ def test_a_board_sees_where_its_time_went(home: Path) -> None:
 
 
 def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None:
-    """What is held is bounded; what is read anew is the same."""
+    """A follower holds the latest rounds alone; an earlier one that is read anew from the log is the same."""
     facts = dashes.facts(DEVICES, 9)
     dashes.add_run(tmp_path, facts)
     found = followed(tmp_path, cells=0)
@@ -83,10 +83,20 @@ def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None
 
 
 def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Path) -> None:
-    """And why each is not asked."""
+    """A round whose boards are all offline says that none is online, and of each that it is offline."""
     start, survey, *_ = dashes.facts(DEVICES)
     dashes.add_run(tmp_path, [start, type(survey)(0, (), {"offline": tuple(DEVICES)})])
     found = followed(tmp_path)
     assert (found.first, found.last) == (0, 0)
     assert "0 online" in found.running()["waits"]
     assert {part.code for part in found.parts[0].values()} == {"offline"}
+
+
+def test_a_round_whose_boards_are_at_work_waits_for_nobody_else(tmp_path: Path) -> None:
+    """Though all have gone offline since, so that none could be asked now."""
+    start, survey, asked, *_ = dashes.facts(DEVICES)
+    gone = type(survey)(0, (), {"offline": tuple(DEVICES)})
+    dashes.add_run(tmp_path, [start, survey, asked, gone])
+    found = followed(tmp_path)
+    assert found.running()["asked"]
+    assert found.running()["waits"] is None

@@ -25,7 +25,7 @@ def test_other_names_are_not(host: str) -> None:
 
 
 def test_a_name_that_was_allowed_is_ours() -> None:
-    """That alone."""
+    """Names that were not allowed stay refused."""
     assert guard.refusal({"host": "dash.site:443"}, ["dash.site"]) is None
     assert guard.refusal({"host": "x.dash.site"}, ["dash.site"]) is not None
 
@@ -43,20 +43,20 @@ def test_a_name_that_was_allowed_is_ours() -> None:
 )
 @pytest.mark.parametrize("acts", [False, True])
 def test_pages_of_somebody_else_are_refused(more: dict[str, str], acts: bool) -> None:
-    """Also if they only want to watch: they would take the places of those who may."""
+    """Pages that only want to watch are refused too: they would take the places of those who may."""
     headers = {"host": "127.0.0.1:8080", **({"origin": "http://127.0.0.1:8080"} if acts else {}), **more}
     assert "somebody else" in (guard.refusal(headers, acts=acts) or "")
 
 
 def test_who_wants_something_done_says_from_which_page() -> None:
-    """Every browser does, so that whoever does not is none."""
+    """Every browser names the page; a request that does not is from no browser, and is refused."""
     headers = {"host": "127.0.0.1:8080"}
     assert guard.refusal(headers, acts=True) is not None
     assert guard.refusal({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
 
 
 def test_a_door_opens_for_its_token_and_its_cookie() -> None:
-    """Not for one of another start, and no part of the token is in what it gives out."""
+    """A cookie of another start does not open it, and no part of the token is in what it gives out."""
     door, other = Door(port=1), Door(port=1)
     assert door.token != other.token
     assert door.opens(door.token)
@@ -77,7 +77,7 @@ def test_a_door_opens_for_its_token_and_its_cookie() -> None:
 
 
 def test_no_page_runs_a_script_that_is_not_ours() -> None:
-    """Nor a style, a frame or a form."""
+    """The policy holds for scripts, styles, frames and forms."""
     for headers in (guard.HEADERS, guard.REPORT):
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'none'")

@@ -88,7 +88,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         ready = threading.Event()
         threads.append(threading.Thread(target=run, args=(broker, ready)))
         threads[-1].start()
-        assert ready.wait(20.0)
+        assert ready.wait(120.0)
 
     yield start
     over.set()

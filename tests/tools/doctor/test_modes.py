@@ -39,7 +39,7 @@ def profile(board: Any) -> profiles.Board:
 
 
 def seconds(board: Any, name: str) -> float:
-    """Of the work at the fastest point of a mode, by the profile alone."""
+    """Seconds that the work takes at the fastest point of a mode, by the profile alone."""
     levers = controls.discover(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
     told_s = modes._fastest_s(profile(board), levers, mode, Learned(), Latest(work=WORK, left_s=0.0))
@@ -66,7 +66,7 @@ def test_a_mode_that_is_too_slow_is_named_with_one_that_would_do(board: Any) -> 
 
 
 def test_a_deadline_that_no_mode_meets_is_the_jobs(board: Any) -> None:
-    """Another mode would not help."""
+    """Where the fastest mode is too slow as well, the mend is the job's deadline and no mode."""
     remembered(board, 5.0)
     in_mode(board, "7W")
     found = board.only()

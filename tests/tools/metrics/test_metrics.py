@@ -6,15 +6,23 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from waiting import until
 
-from fedquilt import cli
+from fedquilt import cli, open_metrics
+from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.exposed import Exposed
 from fedquilt.tools import metrics as tool
 
-PROMTOOL = shutil.which("promtool")
+PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 OURS = {each.name + ("_total" if each.kind == "counter" else "") for each in Exposed(list).families()} | {
     "process_cpu_seconds_total",
     "process_resident_memory_bytes",
@@ -73,3 +81,53 @@ def test_prometheus_takes_rules_and_configuration(tmp_path: Path) -> None:
     ):
         done = subprocess.run([str(PROMTOOL), *words], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def prometheus(folder: Path) -> Iterator[str]:
+    """Run Prometheus with the configuration in a folder; gives its address."""
+    log = folder / "prometheus.log"
+    words = ("--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address=127.0.0.1:0")
+    with log.open("w") as out, subprocess.Popen([str(PROMETHEUS), *words], cwd=folder, stderr=out) as process:
+        try:
+            until(lambda: "ready to receive web requests" in log.read_text(), "Prometheus", told=log.read_text)
+            (place,) = re.findall(r'"Listening on" address=(\S+)', log.read_text())
+            yield f"http://{place}/api/v1"
+        finally:
+            process.terminate()
+
+
+def asked(url: str) -> Any:
+    """What Prometheus answers; an expression that it refuses fails with its reason."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return json.load(answer)["data"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{url}: {error.read().decode()}") from None
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed: apt install prometheus")
+def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path: Path) -> None:
+    """With the configuration that ships: boards are read from the metrics, rules run, panels' expressions are taken."""
+    pytest.importorskip("prometheus_client", reason="metrics are an extra")
+    boards = [(Board("a", online=True), None), (Board("b"), None)]
+    counts = Exposed(lambda: boards)
+    with open_metrics.served("127.0.0.1:0", counts.families) as place:
+        tool.write(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
+        path = tmp_path / "prometheus.yml"  # by default it looks once a minute, which a test need not wait for
+        path.write_text(f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n{path.read_text()}")
+        with prometheus(tmp_path) as api:
+            query = f"{api}/query?query="
+            states = until(lambda: asked(f"{query}fedquilt_board_online")["result"], "boards are read")
+            assert {each["metric"]["device"]: each["value"][1] for each in states} == {"a": "1", "b": "0"}
+            until(
+                lambda: all(rule["health"] == "ok" for rule in asked(f"{api}/rules")["groups"][0]["rules"]),
+                "every rule is evaluated",
+                told=lambda: str(asked(f"{api}/rules")),
+            )
+            offline = query + urllib.parse.quote('ALERTS{alertname="FedquiltBoardOffline"}')
+            (alert,) = until(lambda: asked(offline)["result"], "an alert of b")
+            assert (alert["metric"]["device"], alert["metric"]["alertstate"]) == ("b", "pending")
+            for panel in json.loads((tmp_path / "grafana.json").read_text())["panels"]:
+                for target in panel["targets"]:
+                    asked(query + urllib.parse.quote(target["expr"]))

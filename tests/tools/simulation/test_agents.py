@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import until
+from waiting import LIMIT_S, until
 
 from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
@@ -24,7 +24,6 @@ from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
 
 DIGITS = Path(fleet.__file__).parents[1] / "demo" / "digits.npz"
-LIMIT_S = 60.0
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 
 

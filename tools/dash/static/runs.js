@@ -6,6 +6,7 @@ export function page(place, { again, ask }) {
   const pages = pager((step) => { remember({ page: String(Number(query.get("page") || 1) + step) }); again(); });
   const empty = h("p", { class: "none", hidden: true }, "No run yet: `fedquilt run JOB` begins one.");
   const unserved = h("p", { class: "notice", hidden: true }, "No coordinator serves this home: no run goes on.");
+  list.hidden = true; // until something is known
   place.append(h("h1", {}, "Runs"), unserved, empty, list, pages.made);
   async function show() {
     const told = await ask(`/api/runs?${query}`);

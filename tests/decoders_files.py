@@ -1,0 +1,256 @@
+"""Decoders of what lies on disks: files that the coordinator and agents write, and those that people write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from decoding import SHA, Decoder, numbered
+from wired import MESSAGES
+
+from fedquilt import checked, config, profiles, wire
+from fedquilt.blobs import pack
+from fedquilt.bundle import Index
+from fedquilt.coordinator import backup, facts, settings, store_rows, write_ahead
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views.scores import Score, Scores
+from fedquilt.core import (
+    UNDECODABLE,
+    BlobRef,
+    JobError,
+    ModelError,
+    StoreError,
+    Update,
+)
+from fedquilt.disk import REAL
+from fedquilt.edge_agent import remembered
+from fedquilt.edge_agent import settings as agent_settings
+from fedquilt.edge_agent.clocks import hold
+from fedquilt.models.stitching import stitched
+from fedquilt.tools import demo
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def every(folder: Path) -> dict[str, Decoder]:
+    """The decoders of files, by name.
+
+    Args:
+        folder: for the files, empty.
+    """
+    return {**_coordinator(folder / "coordinator"), **_agent(folder / "agent"), **_tables()}
+
+
+# -- what the coordinator reads -------------------------------------------------------------------
+
+
+def _coordinator(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    ref = BlobRef(sha256=SHA, size=3)
+    update = next(message for message in MESSAGES if isinstance(message, Update))
+    update = msgspec.structs.replace(update, layouts={"model": {"w": "f4:3,4", "n": "i8:"}})
+    log = (
+        facts.Started(ref),
+        facts.Asked(0, 0, ("a", "b"), {"a": 1.0}),
+        facts.Answered(0, update, 1.0),
+        facts.Committed(0, ref, False, {"loss": 0.5}),
+        facts.Surveyed(0, ("a",), {"offline": ("b",)}),
+        facts.Declined(0, "a", "memory", "too little"),
+        facts.Ended("done", ""),
+    )
+    index = Index(meta={"network": {"name": "mlp"}, "flops": 9}, files={"model": ref})
+    scored = Scores({"path": "x"}, (Score(5, 0.5, 12, 1.25, SHA),), (), {"a": 0.5})
+    known, path = _log_of(folder / "home"), folder / "small.pack"
+    written = pack.Pack(str(path))
+    for payload in (b"first", b"second blob"):
+        sha256 = hashlib.sha256(payload).hexdigest()
+        written.name(sha256, written.put(sha256, payload), len(payload))
+    packed = path.read_bytes()
+
+    def unpacked(payload: bytes) -> object:
+        path.write_bytes(payload)
+        found = pack.Pack(str(path))
+        return [found.read(name) for name in found.names()]
+
+    def taken_up(payload: bytes) -> object:
+        (folder / "fedquilt.db-wal").write_bytes(payload)
+        return write_ahead.look(REAL, folder / "fedquilt.db").lost(REAL)
+
+    shutil.copy(known / "fedquilt.db-shm", folder)
+    with Store(folder / "saved") as store:
+        store.add(settings.parse({"name": "digits", "method": "fedavg"}), folder / "bundle")
+        backup.save(store, folder / "whole.tar")
+
+    def restored(payload: bytes) -> object:
+        (folder / "changed.tar").write_bytes(payload)
+        shutil.rmtree(folder / "again", ignore_errors=True)
+        return backup.restore(folder / "changed.tar", folder / "again")
+
+    return {
+        "facts": Decoder(
+            "coordinator/store_rows.py",
+            lambda payload: store_rows.decoded(payload.decode("utf-8", "replace")),
+            (msgspec.MsgspecError,),
+            tuple(msgspec.json.encode(fact) for fact in log),
+        ),
+        "job as stored": Decoder(
+            "coordinator/store.py",
+            lambda payload: msgspec.json.decode(payload.decode("utf-8", "replace"), type=settings.Job),
+            (msgspec.MsgspecError,),
+            (msgspec.json.encode(settings.parse({"name": "digits", "method": "fedavg"})),),
+        ),
+        "bundle": Decoder(
+            "fedquilt/checked.py",
+            lambda payload: checked.decode(payload, Index),
+            (checked.DamagedFileError,),
+            (checked.encode(index),),
+            summed,
+        ),
+        "scores": Decoder(
+            "fedquilt/checked.py",
+            lambda payload: checked.decode(payload, Scores),
+            (checked.DamagedFileError,),
+            (checked.encode(scored),),
+            summed,
+        ),
+        "backup": Decoder(
+            "coordinator/backup.py", restored, (StoreError,), ((folder / "whole.tar").read_bytes(),), named, share=0.02
+        ),
+        "pack": Decoder("fedquilt/blobs/pack.py", unpacked, (OSError,), (packed,), share=0.5),
+        "write-ahead log": Decoder(
+            "coordinator/write_ahead.py", taken_up, (), ((known / "fedquilt.db-wal").read_bytes(),), share=0.05
+        ),
+    }
+
+
+def named(payload: bytes) -> bytes:
+    """A backup whose manifest, the last member, is named by what it holds, with the right sum of that header."""
+    at = payload.rfind(b"manifest-") // 512 * 512
+    header, rest = bytearray(payload[at : at + 512]), payload[at + 512 :]
+    size = header[124:135]
+    if at < 0 or len(header) < 512 or not size.isdigit():
+        return payload
+    content = rest[: int(size, 8)] if not set(size) & set(b"89") else rest
+    header[9:73] = hashlib.sha256(content).hexdigest().encode()
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return payload[:at] + bytes(header) + rest
+
+
+def summed(payload: bytes) -> bytes:
+    """A file of `fedquilt.checked` with the right checksum, if it is JSON."""
+    try:
+        table = json.loads(payload)
+    except (ValueError, RecursionError):
+        return payload
+    if not isinstance(table, dict):
+        return payload
+    table.pop(checked.FIELD, None)
+    return payload if "\ud800" in str(table) else json.dumps({**table, checked.FIELD: _sum(table)}).encode()
+
+
+def _sum(table: dict[str, Any]) -> str:
+    try:
+        return checked._sum(table)
+    except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError):
+        return ""
+
+
+def _log_of(home: Path) -> Path:
+    """A home as SIGKILL leaves it, with facts in the log alone."""
+    with Store(home / "alive") as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), home)
+        store.append(run, facts.Started(BlobRef(sha256=SHA, size=3)))
+        shutil.copytree(home / "alive", home / "killed")
+    return home / "killed"
+
+
+# -- what an agent reads --------------------------------------------------------------------------
+
+
+def _agent(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    entry = remembered.Entry(round=3, epoch=1, private=SHA, left=3)
+    ledger = wire.encode(remembered.Ledger(jobs={"digits": entry}))
+
+    def remember(payload: bytes) -> object:
+        (folder / "counted.json").write_bytes(payload)
+        return remembered.Remembered(folder, REAL, durable=False).recover()
+
+    journal = hold.Journal(boot="b", settings=hold.Settings(mode="MAXN", levers=()), put="MAXN")
+    clamp = hold.Clamp(folder / "root", folder / "state")
+
+    def recovered(payload: bytes) -> object:
+        (folder / "state" / "clocks.json").write_bytes(payload)
+        clamp._boot = lambda: "another"  # type: ignore[method-assign]
+        return clamp.recover()
+
+    return {
+        "counted.json": Decoder("edge_agent/remembered.py", remember, (), (ledger, b'{"digits":3}'), numbered),
+        "journal of clocks": Decoder(
+            "edge_agent/clocks/hold.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
+        ),
+    }
+
+
+# -- decoders of files that people write -----------------------------------------------------------
+
+
+def _tables() -> dict[str, Decoder]:
+    jobs = tuple(path for path in sorted(EXAMPLES.glob("*/job.toml")) if path.parent.name != "outside")
+    job = b'name = "digits"\nmethod = "fedavg"\nrounds = 3\n[params]\nlr = 0.1\n[cohort]\nsize = 3\nquorum = 0.5\n'
+    agent = (
+        b'device = "orin-01"\nbudget = "2GB"\nhome = "/h"\n[broker]\nurl = "mqtts://h:1"\nca = "x"\n[governor]\n'
+        b'policy = "max"\n[data]\npath = "digits.npz"\n'
+    )
+    board = (Path(profiles.__file__).parent / "x86-host.toml").read_bytes()
+
+    def text(payload: bytes) -> str:
+        return payload.decode("utf-8", "replace")
+
+    def signed(payload: bytes) -> bytes:
+        return profiles.signed(text(payload).rpartition("# sha256")[0] or text(payload)).encode()
+
+    meta = json.loads((Path(demo.__file__).parent / "bundle" / "bundle.json").read_text())["meta"]
+
+    def stock(payload: bytes) -> object:
+        try:
+            table = msgspec.json.decode(payload)
+        except UNDECODABLE:
+            return None
+        return stitched.stock(table) if isinstance(table, dict) else None
+
+    return {
+        "toml": Decoder(
+            "fedquilt/config.py", lambda payload: config.parse(text(payload), "job.toml"), (JobError,), (job, agent)
+        ),
+        "job": Decoder(
+            "coordinator/settings.py",
+            lambda payload: settings.parse(config.parse(text(payload), "job.toml")),
+            (JobError,),
+            (job, *(path.read_bytes() for path in jobs)),
+            share=0.05,
+        ),
+        "agent.toml": Decoder(
+            "edge_agent/settings.py",
+            lambda payload: agent_settings.parse(config.parse(text(payload), "agent.toml")),
+            (JobError,),
+            (agent,),
+            share=0.1,
+        ),
+        "profile of a board": Decoder(
+            "profiles/__init__.py",
+            lambda payload: profiles.parse(text(payload), "x.toml"),
+            (JobError,),
+            (board,),
+            signed,
+            share=0.01,
+        ),
+        "stock of donors": Decoder(
+            "models/stitching/stitched.py", stock, (ModelError,), (json.dumps(meta).encode(),), share=0.05
+        ),
+    }

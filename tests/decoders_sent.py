@@ -1,0 +1,380 @@
+"""Decoders of what other processes send: over the network, and from process to process of one board."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from certified import Certified
+from decoding import SHA, Decoder, numbered
+from wired import MESSAGES
+
+from fedquilt import compression, enrolment, graph_check, tensors, wire
+from fedquilt.blobs import chunks
+from fedquilt.coordinator import manifest
+from fedquilt.core import (
+    CODECS,
+    BlobRef,
+    Encoding,
+    JobError,
+    ModelError,
+    StoreError,
+    Update,
+    UpdateError,
+    WireError,
+)
+from fedquilt.core.method import Expected
+from fedquilt.edge_agent import enrol
+from fedquilt.edge_agent import settings as agent_settings
+from fedquilt.edge_agent.clocks import client, helper
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task import process, protocol
+from fedquilt.methods import fedavg
+from fedquilt.models.partial import masks
+from fedquilt.tools import demo
+from fedquilt.transport import envelope, sealed
+from fedquilt.transport.handshake import Grant, Identity, Session
+from fedquilt.transport.link import Message
+
+
+def every(folder: Path) -> dict[str, Decoder]:
+    """The decoders of what is sent, by name.
+
+    Args:
+        folder: for files of theirs, empty.
+    """
+    return {
+        **_wire(),
+        **_sealed(folder / "site"),
+        **_manifests(),
+        **_tensors(folder / "tensors"),
+        **_processes(folder / "processes"),
+    }
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def _wire() -> dict[str, Decoder]:
+    def reader(kind: type[Any]) -> Callable[[bytes], object]:
+        return lambda payload: wire.decode(payload, kind)
+
+    found = {}
+    for message in MESSAGES:
+        kind, payload = type(message), wire.encode(message)
+        found[f"wire.{kind.__name__}"] = Decoder("fedquilt/wire.py", reader(kind), (WireError,), (payload,), numbered)
+    topics = wire.Topics("fleet")
+    named = (topics.coord, topics.device("a", "up", "update"), topics.chunk("a", "dn", SHA, 7), topics.job("digits"))
+    found["wire.route"] = Decoder(
+        "fedquilt/wire.py",
+        lambda payload: wire.route.__wrapped__(payload.decode("utf-8", "replace")),
+        (WireError,),
+        tuple(map(str.encode, named)),
+    )
+    request = enrolment.Request(device="orin-01", csr="-----BEGIN", token="t")
+    answer = enrolment.Answer(certificate="-----BEGIN", reason="")
+    for name, one in (("Request", request), ("Answer", answer)):
+        kind = type(one)
+        found[f"enrolment.{name}"] = Decoder(
+            "fedquilt/enrolment.py",
+            lambda payload, kind=kind: enrolment.decode(payload, kind),  # type: ignore[misc]
+            (WireError,),
+            (msgspec.json.encode(one),),
+        )
+    return found
+
+
+def _sealed(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    site, grant = Certified(folder), Grant("0123456789abcdef", bytes(32), 3)
+    board, coordinator = (Identity(site.broker(name, kind)) for name, kind in (("b", "device"), ("coordinator",) * 2))
+    topic = wire.Topics("fleet").device("b", "up", "update")
+    route = wire.route(topic)
+    update = next(wire.encode(message) for message in MESSAGES if isinstance(message, Update))
+
+    def opened(payload: bytes) -> object:
+        inner = envelope.inside(payload)
+        assert isinstance(inner, bytes)
+        return wire.decode(envelope.open(Session(grant), route, Message(topic, payload)).payload, Update)
+
+    def closed(payload: bytes) -> bytes:
+        return envelope.close(Session(grant), topic, numbered(envelope.inside(payload)))
+
+    def granted(payload: bytes) -> object:
+        ours, theirs = board.board(), coordinator.coordinator()
+        theirs.step(ours.step(theirs.step(ours.step(b""))))
+        theirs._tls.write(payload or b"{}")
+        return ours.granted(theirs._out.read())
+
+    ours, theirs = board.board(), coordinator.coordinator()
+    first = ours.step(b"")
+    second = theirs.step(first)
+    third = ours.step(second)
+    hello = wire.encode(sealed.flight(ours, 2, third))
+
+    def answered(payload: bytes) -> object:
+        begun = board.board()
+        begun.step(b"")
+        return begun.step(payload)
+
+    def proved(payload: bytes) -> object:
+        begun, other = coordinator.coordinator(), board.board()
+        begun.step(other.step(b""))
+        return begun.step(payload)
+
+    where = "fedquilt/transport/handshake.py"
+    return {
+        "envelope": Decoder(
+            "fedquilt/transport/envelope.py",
+            opened,
+            (WireError,),
+            (envelope.close(Session(grant), topic, update),),
+            closed,
+        ),
+        "hello": Decoder(
+            "fedquilt/transport/sealed.py",
+            lambda payload: sealed.data_of(wire.decode(payload, wire.Hello)),
+            (WireError,),
+            (hello,),
+            numbered,
+        ),
+        "handshake.coordinator": Decoder(
+            where, lambda payload: coordinator.coordinator().step(payload), (WireError,), (first,), share=0.02
+        ),
+        "handshake.board": Decoder(where, answered, (WireError,), (second,), share=0.02),
+        "handshake.proof": Decoder(where, proved, (WireError,), (third,), share=0.01),
+        "handshake.grant": Decoder(where, granted, (WireError,), (msgspec.json.encode(grant),), share=0.01),
+        "certificate": _certificate(site, folder),
+    }
+
+
+def _certificate(site: Certified, folder: Path) -> Decoder:
+    named = site.files("orin-01")
+    files = enrol.paths(AgentSettings(device="orin-01", home=str(folder), broker=_broker(named), budget="1GB"))
+    key, pem = enrol.own_key(files), Path(named["cert"]).read_bytes()
+    head, tail = b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n"
+
+    def wrapped(der: bytes) -> bytes:
+        return head + base64.encodebytes(der) + tail
+
+    der = base64.b64decode(b"".join(pem.split(tail)[0].removeprefix(head).split()))
+    return Decoder(
+        "edge_agent/enrol.py",
+        lambda payload: enrol._parse(payload, files, "orin-01", key),
+        (JobError,),
+        (pem, der),
+        lambda payload: wrapped(payload),
+        share=0.1,
+    )
+
+
+def _broker(files: dict[str, str]) -> agent_settings.BrokerSettings:
+    return agent_settings.BrokerSettings(url="mqtts://localhost", **files)
+
+
+def _manifests() -> dict[str, Decoder]:
+    update = next(message for message in MESSAGES if isinstance(message, Update))
+    update = msgspec.structs.replace(update, layouts={"model": {"w": "f4:3,4", "n": "i8:"}})
+    like = {"model": {"w": np.zeros((3, 4), np.float32), "n": np.array(7)}}
+
+    def fits(payload: bytes) -> object:
+        found = wire.decode(payload, Update)
+        for codec in CODECS:
+            for whole in (True, False):
+                try:
+                    manifest.require_fit(found, Expected(like, whole), Encoding(codec=codec), None)
+                except UpdateError:
+                    continue
+        return None
+
+    def cut(payload: bytes) -> object:
+        told = wire.decode(payload, wire.Manifest)
+        return [chunks.is_chunk(told, index, b"x" * 1024) for index in range(-1, min(chunks.count(told), 3))]
+
+    return {
+        "manifest of an update": Decoder(
+            "coordinator/manifest.py", fits, (WireError,), (wire.encode(update),), numbered
+        ),
+        "manifest of a blob": Decoder(
+            "fedquilt/blobs/chunks.py",
+            cut,
+            (WireError,),
+            (wire.encode(wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2)),),
+            numbered,
+        ),
+    }
+
+
+# -- tensors and graphs ---------------------------------------------------------------------------
+
+
+def _tensors(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    roll = np.random.default_rng(0)
+    model = {"a.weight": roll.random((3, 4), np.float32), "a.bias": np.zeros(3, np.float32), "n": np.array(7)}
+    plain = tensors.encode(model)
+    state = fedavg.State({"lr": 0.1}, {"name": "mlp", "hidden": [2]}, model, 9.0, 4)
+    path = folder / "floats"
+
+    def floats(payload: bytes) -> object:
+        path.write_bytes(payload)
+        return list(tensors.Floats(path).values())
+
+    found = {
+        "tensors": Decoder(
+            "fedquilt/tensors.py",
+            lambda payload: tensors.require_finite(tensors.decode(payload)),
+            (UpdateError,),
+            (plain, tensors.encode({"b": roll.random(5) > 0.5, "h": np.ones(2, np.float16)})),
+            measured,
+        ),
+        "state": Decoder(
+            "fedquilt/tensors.py",
+            lambda payload: tensors.unpack(payload, fedavg.State),
+            (StoreError,),
+            (tensors.pack(state),),
+            measured,
+        ),
+        "floats": Decoder("fedquilt/tensors.py", floats, (UpdateError, StoreError), (plain,), measured),
+        "graph": Decoder("fedquilt/graph_check.py", graph_check.of_bytes, (ModelError,), _graphs(), share=0.5),
+        "plan of masks": Decoder(
+            "models/partial/masks.py",
+            lambda payload: masks.from_array(np.frombuffer(payload, np.uint8)),
+            (ModelError,),
+            (masks.to_array(masks.dense({"0": (4, 3), "2": (2, 4)})).tobytes(),),
+        ),
+    }
+    base = {"a.weight": roll.random((3, 4), np.float32)}
+    for codec in CODECS[1:]:
+        coding = Encoding(codec=codec, keep=0.5)
+        sent, _ = compression.encode(coding, {"a.weight": roll.random((3, 4), np.float32)}, base, {})
+
+        def read(payload: bytes, coding: Encoding = coding) -> object:
+            return compression.decode(coding, tensors.decode(payload), base)
+
+        found[f"codec.{codec}"] = Decoder(
+            "fedquilt/compression/__init__.py", read, (UpdateError,), (tensors.encode(sent),), measured
+        )
+    return found
+
+
+def measured(payload: bytes) -> bytes:
+    """A safetensors blob whose first number is the size of its header, if that can be told."""
+    end = payload.find(b"}", payload.rfind(b"data_offsets")) + 1
+    end += payload[end : end + 1] == b"}"
+    while end % 8 and payload[end : end + 1] == b" ":
+        end += 1
+    return struct.pack("<Q", end - 8) + payload[8:] if end > 8 else payload
+
+
+def _graphs() -> tuple[bytes, ...]:
+    """The demo's graphs that are small."""
+    found = sorted((Path(demo.__file__).parent / "bundle" / "blobs").iterdir(), key=lambda path: path.stat().st_size)
+    graphs = []
+    for path in found:
+        payload = path.read_bytes()
+        try:
+            graph_check.of_bytes(payload)
+        except ModelError:
+            continue
+        graphs.append(payload)
+    return tuple(graphs[:6])
+
+
+# -- what processes of one board send each other ----------------------------------------------------
+
+
+def _processes(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    task = next(message for message in MESSAGES if type(message).__name__ == "Task")
+    order = protocol.Order(
+        task=task, device="a", budget_bytes=1, data={}, bundles={}, private=None, cache="/c", out="/o"
+    )
+    outcome = protocol.Outcome(metrics={"loss": 0.5}, bundles={"model": BlobRef(sha256=SHA, size=3)}, reason="x")
+    child = _child()
+
+    def answered(payload: bytes) -> object:
+        return child(payload.replace(b"\n", b" ") + b"\n")
+
+    clock = client.Clock(
+        name="gpu", kind="gpu", listed_hz=(1e9,), low_hz=1e8, high_hz=1e9, now_hz=1e9, governor="performance"
+    )
+    status = client.Answer(status=client.Status(clocks=(clock,), mode="MAXN"))
+    held = msgspec.json.encode(client.Hold(point=client.OperatingPoint("p", 1e9, 1e9, 1e9)))
+    served = helper.Helper.__new__(helper.Helper)
+    served._now_s = served._heard_s = 0.0
+    served._decoder, served._holder, served._status = msgspec.json.Decoder(client.Request), None, lambda: None  # type: ignore[assignment,method-assign,return-value]
+
+    return {
+        "order": Decoder(
+            "edge_agent/task/main.py",
+            lambda payload: msgspec.json.decode(payload, type=protocol.Order),
+            (msgspec.MsgspecError, UnicodeDecodeError, RecursionError),  # its own daemon's, which it trusts
+            (msgspec.json.encode(order),),
+        ),
+        "answer of a task": Decoder(
+            "edge_agent/task/process.py",
+            answered,
+            (),
+            tuple(map(msgspec.json.encode, (outcome, protocol.Loaded(3), protocol.Progressed(0.5)))),
+        ),
+        "answer of the clock helper": Decoder(
+            "edge_agent/clocks/client.py",
+            _asked(folder),
+            (client.ClockError,),
+            (msgspec.json.encode(status),),
+            share=0.3,
+        ),
+        "request to the clock helper": Decoder(
+            "edge_agent/clocks/helper.py",
+            lambda payload: served._answer(None, payload),  # type: ignore[arg-type]
+            (),
+            (msgspec.json.encode(client.Ask()), msgspec.json.encode(client.Keepalive())),
+        ),
+        "hold of clocks": Decoder(
+            "edge_agent/clocks/helper.py",
+            lambda payload: served._decoder.decode(payload),
+            (msgspec.DecodeError, ValueError, RecursionError),  # that `_answer` takes
+            (held,),
+        ),
+    }
+
+
+def _child() -> Callable[[bytes], object]:
+    """What the daemon makes of a line that its task's process writes."""
+    child = process.Child.__new__(process.Child)
+    child._line = child._tail = child._unsent = b""
+    child.garbled, child._errors = False, None
+
+    def read(line: bytes) -> object:
+        out, into = os.pipe()
+        os.set_blocking(out, False)
+        os.write(into, line[: 1 << 15] if len(line) > 1 << 15 else line)
+        os.close(into)
+        child._answers = os.fdopen(out, "rb", buffering=0)
+        child._line = b""
+        return child.receive()
+
+    return read
+
+
+def _asked(folder: Path) -> Callable[[bytes], object]:
+    """What an agent makes of the clock helper's answer."""
+
+    def read(payload: bytes) -> object:
+        ours, theirs = socket.socketpair()
+        clocks = client.Clocks.__new__(client.Clocks)
+        clocks._line, clocks._path = ours, folder
+        clocks._decoder = msgspec.json.Decoder(client.Answer)
+        with ours, theirs:
+            theirs.sendall(payload[: 1 << 15].replace(b"\n", b" ") + b"\n")
+            return clocks._ask(client.Ask())
+
+    return read

@@ -1,0 +1,224 @@
+"""What a dashboard holds of a home, and the values of its pages, without a process or a network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import dashes
+import msgspec
+import pytest
+
+from fedquilt.coordinator.facts import Answered, Rejected
+from fedquilt.coordinator.store import Store
+from fedquilt.tools.dash import follow, pages, watch
+from fedquilt.tools.dash.follow import Follower
+from fedquilt.tools.dash.watch import HELD, Watch
+
+DEVICES = dashes.names(10)
+Told = TypeVar("Told")
+
+
+def watched(home: Path, ask: Callable[[Watch], Awaitable[Told]]) -> Told:
+    """What is asked of a watch of a home; its own look for changes does not run."""
+
+    async def asked() -> Told:
+        made = Watch(home)
+        try:
+            return await ask(made)
+        finally:
+            made.close()
+            made.shut()
+
+    return asyncio.run(asked())
+
+
+def written(made: Watch, name: str = "runs") -> None:
+    """Let a watch know that somebody has written, as its look for changes does."""
+    made.changes[name] += 1
+
+
+# -- what is held --
+
+
+def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_details(tmp_path: Path) -> None:
+    """A run that goes on is held in any case."""
+    going = dashes.add_run(tmp_path, dashes.facts(DEVICES), "going")
+    facts = dashes.facts(DEVICES, ended=True)
+    ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(HELD + 2)]
+
+    async def asked(made: Watch) -> list[str]:
+        for run in (going, *ended, ended[2]):
+            await made.follower(run)
+        return list(made._followers)
+
+    assert watched(tmp_path, asked) == [going, *ended[3:], ended[2]]
+
+
+def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path) -> None:
+    """Its log is read again first."""
+    facts = dashes.facts(DEVICES, 4, ended=True)
+    early = next(place for place, fact in enumerate(facts) if getattr(fact, "round", 0) == 2)
+    run = dashes.add_run(tmp_path, facts[:early], status="stopped")
+
+    async def asked(made: Watch) -> list[Any]:
+        assert await made._read_one()
+        found = [(await made.summary(await made.row(run)))["done"]]
+        with Store(tmp_path) as store:
+            for fact in facts[early:]:
+                store.append(run, fact)
+            store.set_status(run, "done")
+        written(made)
+        found.append(await made.summary(await made.row(run)))
+        assert await made._read_one()
+        return [*found, (await made.summary(await made.row(run)))["done"]]
+
+    assert watched(tmp_path, asked) == [2, {}, 4]
+
+
+def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_first(tmp_path: Path) -> None:
+    """As when a backup takes the place of a home."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    before = dashes.add_run(home, dashes.facts(DEVICES), "before")
+    after = dashes.add_run(other, dashes.facts(DEVICES, ended=True), "after")
+
+    async def asked(made: Watch) -> list[str]:
+        await made.follower(before)
+        os.replace(other / "fedquilt.db", home / "fedquilt.db")
+        written(made)
+        assert [row.id for row in (await made.runs()).rows] == [after]
+        await made.follower(after)
+        return list(made._followers)
+
+    assert watched(home, asked) == [after]
+
+
+@pytest.mark.parametrize(("old_s", "again"), [(1e9, False), (-1.0, True)])
+def test_boards_are_read_again_after_a_while_though_nobody_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float, again: bool
+) -> None:
+    """Readings grow too old by themselves."""
+    monkeypatch.setattr(watch, "OLD_S", old_s)
+    dashes.add_boards(tmp_path, DEVICES)
+
+    async def asked(made: Watch) -> bool:
+        return await made.fleet() is not await made.fleet()
+
+    assert watched(tmp_path, asked) is again
+
+
+# -- what is followed --
+
+
+def follower(home: Path, facts: list[Any]) -> Follower:
+    """A run with these facts, all of them added."""
+    run = dashes.add_run(home, facts)
+    with Store(home) as store:
+        found = Follower(store.job(run))
+        for dated in store.facts(run):
+            found.add(*dated)
+    return found
+
+
+def test_an_update_that_is_refused_counts_as_one_that_was_declined(tmp_path: Path) -> None:
+    """Of the three, two declined their tasks and one sent what is not finite."""
+    found = follower(tmp_path, [*dashes.facts(DEVICES), Rejected(2, DEVICES[2], "a value is not finite")])
+    assert found.summary()["declined"] == 3
+
+
+def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nine rounds every fourth where three points are drawn, and each one where there are points enough."""
+    found = follower(tmp_path, dashes.facts(dashes.names(5), 9, ended=True))
+    for drawn, numbers in ((3, [0, 4, 8]), (9, list(range(9)))):
+        monkeypatch.setattr(follow, "DRAWN", drawn)
+        assert [row["round"] - found.rounds()[0]["round"] for row in found.rounds()] == numbers
+
+
+# -- pages --
+
+
+def test_a_page_before_the_first_is_the_first(tmp_path: Path) -> None:
+    """As one beyond the last is the last."""
+    dashes.add_boards(tmp_path, DEVICES)
+    told = watched(tmp_path, lambda made: pages.fleet(made, {"page": "0"}))
+    assert (told["page"], [each["device"] for each in told["boards"]]) == (1, DEVICES)
+
+
+@pytest.mark.parametrize("name", ["aboard", "board-000000", "zeppelin"])
+def test_a_board_that_nobody_has_heard_of_is_no_other_board(tmp_path: Path, name: str) -> None:
+    """Wherever among the others its name would be."""
+    dashes.add_boards(tmp_path, DEVICES)
+    Store(tmp_path).close()
+    with pytest.raises(pages.MissingBoardError, match=name):
+        watched(tmp_path, lambda made: pages.board(made, name, {}))
+
+
+def test_a_round_that_is_over_has_nobody_at_work(tmp_path: Path) -> None:
+    """Whoever is asked in the round under way is at work; in an earlier one, nobody is any more."""
+    run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
+    told = [
+        watched(tmp_path, lambda made, query=query: pages.reasons(made, run, query)) for query in ({}, {"round": "1"})
+    ]
+    assert [each["running"] for each in told] == [True, False]
+    assert ["at work" in {count["text"] for count in each["counts"]} for each in told] == [True, False]
+
+
+def test_a_line_of_the_log_is_found_by_its_reasons(tmp_path: Path) -> None:
+    """Whatever stands below the line is searched as the line itself is."""
+    facts = dashes.facts(DEVICES)
+    last = facts.pop()
+    assert isinstance(last, Answered)
+    noted = msgspec.structs.replace(last, update=msgspec.structs.replace(last.update, note="Forgot its private state"))
+    run = dashes.add_run(tmp_path, [*facts, noted])
+    told = watched(tmp_path, lambda made: pages.lines(made, {"run": run, "text": "FORGOT"}))
+    assert [line["kind"] for line in told["lines"]] == ["Answered"]
+
+
+# -- answers that are kept --
+
+
+def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks the same again has the same bytes, unless somebody has written."""
+    pytest.importorskip("starlette", reason="starlette is not installed: pip install 'fedquilt[web]'")
+    from fedquilt.tools.dash import app
+
+    monkeypatch.setattr(app, "ANSWER_S", 1e9)
+    dashes.add_run(tmp_path, dashes.facts(DEVICES), "first")
+
+    async def asked(made: Watch) -> None:
+        dash = app.Dash(made)
+        answers = dash.app()
+        first = await get(answers, "/api/runs")
+        assert await get(answers, "/api/runs") == first
+        dashes.add_run(tmp_path, dashes.facts(DEVICES), "second")
+        written(made)
+        told = msgspec.json.decode(await get(answers, "/api/runs"))
+        assert [each["name"] for each in told["runs"]] == ["second", "first"]
+        for number in range(2 * app.ANSWERS):
+            await get(answers, "/api/runs", f"page={number}")
+        assert len(dash._answers) <= app.ANSWERS
+
+    watched(tmp_path, asked)
+
+
+async def get(app: Any, path: str, query: str = "") -> bytes:
+    """The body of an answer that an application gives to a GET."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode(), "root_path": ""}
+    await app({**scope, "headers": [(b"host", b"localhost")], "scheme": "http", "http_version": "1.1"}, receive, send)
+    assert sent[0]["status"] == 200, sent
+    return b"".join(message.get("body", b"") for message in sent)
