@@ -20,7 +20,7 @@ from waiting import LIMIT_S, until
 from fedquilt import config, wire
 from fedquilt.coordinator import requests
 from fedquilt.coordinator.rollouts import Plan
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store import Store, served
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
 
@@ -177,13 +177,15 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
         processes.start(name, tmp_path / "agents.log", *agents[name])
     serve = ("serve", "--home", str(home), "--broker", broker.url)
     processes.start("coordinator", tmp_path / "serve.log", *serve)
+    until(lambda: home.is_dir() and served(home), "the coordinator has its home")  # else `run` would be one itself
     fedquilt("run", str(tmp_path / "job.toml"), "--home", str(home))
     away = sorted(agents)[0]
     processes.kill(away)
 
     def said() -> str:
         logs = [(tmp_path / f"{each}.log").read_text()[-2000:] for each in ("serve", "agents")]
-        return "\n".join([fedquilt("rollouts", "digits", "--home", str(home)), *logs])
+        ended = {each: process.poll() for each, process in processes.running.items()}
+        return "\n".join([str(ended), fedquilt("rollouts", "digits", "--home", str(home)), *logs])
 
     name = facts_name(home)
     words = ("--soak", "1s", "--canary", "40%", "--phases", "100", "--patience", "2s")
