@@ -101,6 +101,21 @@ class Executor(Protocol):
         ...
 
 
+class WithoutReleases:
+    """Part of an `Executor` whose devices have no agent that could install anything."""
+
+    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
+        """Refuse it.
+
+        Raises:
+            JobError: always.
+        """
+        raise JobError(
+            "devices that are simulated in this process run no releases: `fedquilt fleet JOB --link broker "
+            "--agents-only` starts agents that do"
+        )
+
+
 class OverLink:
     """Executor for devices at the other end of a broker.
 

@@ -26,7 +26,7 @@ from msgspec import structs
 from fedquilt import wire
 from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.coordinator.admission import Arrived
-from fedquilt.coordinator.executors import Heard
+from fedquilt.coordinator.executors import Heard, WithoutReleases
 from fedquilt.coordinator.job import Running
 from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
@@ -56,7 +56,7 @@ class Spec:
     rule: Rule = Rule()
 
 
-class SimulatedFleet:
+class SimulatedFleet(WithoutReleases):
     """An `Executor` of devices that are online from the first moment on, or come and go (`arrive`, `leave`).
 
     Args:
@@ -184,17 +184,6 @@ class SimulatedFleet:
         given = self._device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
         self._feed(given, events.Arrived(received, missing), now_s)
-
-    def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
-        """Refuse it.
-
-        Raises:
-            JobError: these devices have no agent that could install anything.
-        """
-        raise JobError(
-            "devices that are simulated in this process run no releases: `fedquilt fleet JOB --link broker "
-            "--agents-only` starts agents that do"
-        )
 
     def withdraw(self, device: str) -> None:
         """Withdraw a device's task."""
