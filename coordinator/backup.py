@@ -283,7 +283,7 @@ def _unpack(file: Path, to: Path) -> Manifest:
                     if not _MEMBER.fullmatch(member.name) or {"..", ""} & {*member.name.split("/")}:
                         raise StoreError(_odd(file, member.name))
                     found[member.name] = _write(source, to / member.name)
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
             raise StoreError(f"{file} is no whole backup ({error}): take another one") from None
     raise StoreError(f"{file} is cut short or damaged after {len(found)} files: take another backup")
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from fedquilt.coordinator.limits import Retention
-from fedquilt.coordinator.store import Row, Store, Unreadable
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.core import JobError
 from fedquilt.disk import REAL, doing
 

@@ -26,7 +26,17 @@ from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended, Noted
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, served, storing, user
+from fedquilt.coordinator.store_rows import (
+    DamagedRunError,
+    Rows,
+    Stored,
+    Unreadable,
+    decoded,
+    encoded,
+    served,
+    storing,
+    user,
+)
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk, Lock
 
@@ -58,15 +68,6 @@ class Cause(NamedTuple):
     row: Row
     why: str
     asks: bool
-
-
-class Unreadable(NamedTuple):
-    """A run that this version cannot read, with the reason."""
-
-    id: str
-    status: str
-    created: float  # wall-clock seconds
-    reason: str
 
 
 class Store:
@@ -188,8 +189,7 @@ class Store:
     def all_jobs(self) -> list[Row | Unreadable]:
         """All jobs in the order of queueing, also those whose settings this version cannot read."""
         with storing(self.home):
-            rows = self._rows.jobs()
-        return [self._row(row, whole) for row, whole in rows]
+            return self._rows.each(self._row)
 
     def _row(self, row: Stored, whole: bool) -> Row | Unreadable:
         if not whole:

@@ -10,16 +10,18 @@ import getpass
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from fedquilt.coordinator.facts import AnyFact
 from fedquilt.core import JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk
+
+T = TypeVar("T")
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
@@ -112,6 +114,15 @@ class Identity(NamedTuple):
         return Identity(found.st_dev, found.st_ino, _still(path))
 
 
+class Unreadable(NamedTuple):
+    """A run that this version cannot read, with the reason."""
+
+    id: str
+    status: str
+    created: float  # wall-clock seconds
+    reason: str
+
+
 class Stored(NamedTuple):
     """A row of `jobs`."""
 
@@ -177,6 +188,7 @@ class Rows:
     def __init__(self, db: sqlite3.Connection, home: Path) -> None:
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
         self._db, self._home = db, home
+        self._made: tuple[object, list[Any]] = None, []  # what `each` made last, and of which state
         self._seen: dict[str, tuple[int, bytes]] = {}  # job -> last fact that `sound` has compared, and its checksum
 
     def together(self, kind: str = "immediate") -> AbstractContextManager[None]:
@@ -184,6 +196,13 @@ class Rows:
         return transaction(self._db, kind)
 
     # -- jobs --
+
+    def each(self, make: Callable[[Stored, bool], T]) -> list[T]:
+        """What `make` makes of `jobs`. It is made anew after a change only: a coordinator asks twice a second."""
+        mark = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
+        if mark != self._made[0] or self._db.in_transaction:  # whose changes may yet be undone
+            self._made = (None if self._db.in_transaction else mark), [make(*each) for each in self.jobs()]
+        return list(self._made[1])
 
     def jobs(self) -> list[tuple[Stored, bool]]:
         """Every job in the order of queueing, and whether its row is as it was written."""

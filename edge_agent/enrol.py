@@ -242,13 +242,13 @@ def _parse(pem: bytes, files: Paths, device: str, key: ec.EllipticCurvePrivateKe
         authority = files.ca.read_bytes()
     try:
         ca = x509.load_pem_x509_certificate(authority)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise JobError(f"{files.ca} holds no certificate in PEM: it is the ca.crt of `fedquilt ca init`") from None
     try:
         cert = x509.load_pem_x509_certificate(pem)
         cert.verify_directly_issued_by(ca)
         name, public = enrolment.common_name(cert), cert.public_key()
-    except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm):
+    except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
         return f"it is damaged, or {files.ca} did not sign it"
     if name != device:
         return f"it is for {name!r}, and agent.toml says device = {device!r}"

@@ -17,6 +17,7 @@ from fedquilt.disk import REAL, Disk
 FILE: Final = "served.json"
 FRESH_S: Final = 60.0  # a runner that has written nothing for longer is not there
 SIZE_MOST: Final = 64 * 1024
+LATEST: Final = 500  # most labels that an accuracy counts, the latest ones
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 

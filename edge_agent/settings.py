@@ -143,7 +143,7 @@ def size_bytes(text: str) -> int:
     Raises:
         JobError: not a size, or without its unit.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper().removesuffix("B") + "B" if found else ""
     size = {name.upper(): each for name, each in UNITS.items()}.get(unit)
     if found is None or size is None:

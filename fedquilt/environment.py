@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import compileall
 import os
+import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
 PIECE: Final = 1 << 20
+DAMAGED: Final = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError, RuntimeError)
+"""What `zipfile` raises for archives that are damaged or encrypted."""
 COMMAND: Final = '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m fedquilt.cli "$@"\n'
 
 
@@ -43,6 +47,8 @@ def unpack(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_
                     inside = _inside(name, entry.filename)
                     if inside is None or entry.is_dir():
                         continue
+                    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                        raise Odd(f"{name} is compressed in another way than by deflate")
                     target = packages / inside
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(entry) as source, target.open("wb") as out:
@@ -51,7 +57,7 @@ def unpack(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_
                             if left < 0:
                                 raise Odd(f"{name} holds more than the {most_bytes} bytes that were announced")
                             out.write(piece)
-        except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        except DAMAGED as error:
             raise Odd(f"{name} is no whole wheel ({error})") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import decoders_boards
 import decoders_files
 import decoders_runner
 import decoders_sent
@@ -19,5 +20,5 @@ def every(folder: Path) -> dict[str, Decoder]:
     sent, files = folder / "sent", folder / "files"
     sent.mkdir()
     files.mkdir()
-    runner = decoders_runner.every(folder / "runner")
-    return {**decoders_sent.every(sent), **decoders_files.every(files), **runner}
+    runner, boards = decoders_runner.every(folder / "runner"), decoders_boards.every(folder / "boards")
+    return {**decoders_sent.every(sent), **decoders_files.every(files), **runner, **boards}

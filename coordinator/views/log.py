@@ -31,7 +31,8 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
-from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store, Unreadable
+from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store
+from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views import costs, devices, progress
 from fedquilt.core import JobError, Update, Usage
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from fedquilt import metrics
-from fedquilt.core import DataError, ModelError
+from fedquilt import config, metrics
+from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError
 from fedquilt.data import inputs
 from fedquilt.edge_agent.engines import training
 from fedquilt.metrics import TaskKind
@@ -50,7 +50,36 @@ def read(facts: Mapping[str, str]) -> Exported:
     """
     tables = {name: _json(facts, name, dict) for name in ("input", "network")}
     labels = _json(facts, "labels", list)
+    if tables["input"] is not None:
+        _require_input(tables["input"], "input")
+    if tables["network"] is not None:
+        _require_network(tables["network"])
     return Exported(tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)))
+
+
+def _require_network(network: Mapping[str, Any]) -> None:
+    if "input" in network:
+        _require_input(network["input"], "network")
+    if network.get("name") == "transformer" and not isinstance(network.get("vocabulary"), int):
+        raise _odd("network", "a transformer has a vocabulary")
+    try:
+        metrics.task_of(network)
+    except JobError as error:
+        raise _odd("network", error) from None
+
+
+def _require_input(table: Any, name: str) -> None:
+    try:
+        inputs.parse(config.convert(table, dict[str, Any], "[input]"))
+    except JobError as error:
+        raise _odd(name, error) from None
+
+
+def _odd(name: str, why: object = None) -> ModelError:
+    more = "" if why is None else f" ({why})"
+    return ModelError(
+        f"what its metadata say under {name!r} is not as `fedquilt export` writes it{more}: export it again"
+    )
 
 
 def require_shape(made: np.ndarray, wanted: tuple[int | None, ...]) -> None:
@@ -69,9 +98,9 @@ def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:
     if name not in facts:
         return None
     try:
-        found = json.loads(facts[name])
-    except (ValueError, RecursionError):
+        found = msgspec.json.decode(facts[name])
+    except UNDECODABLE:
         found = None
     if not isinstance(found, kind):
-        raise ModelError(f"what its metadata say under {name!r} is not as `fedquilt export` writes it: export it again")
+        raise _odd(name)
     return found

@@ -1,11 +1,17 @@
-"""Whether a model keeps to the limits of its release, by what its check has measured. Pure."""
+"""Whether a model keeps to the limits of its release, by what its check has measured and the runner tells. Pure."""
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.served import LATEST, Served
 from fedquilt.edge_agent.task.budget import megabytes
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.wire import Limits
+
+ERRORS: Final = 3.0  # standard errors by which an accuracy has to miss its limit: chance does so once in 700 times
 
 
 def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict:
@@ -59,3 +65,29 @@ def exceeded(limits: Limits, told: dict[str, float]) -> str:
     if most is not None and peak is not None and peak > most:
         return f"it takes {megabytes(int(peak))} of memory here, at most {megabytes(most)} are wanted"
     return ""
+
+
+def worse(min_gain: float | None, before: Served | None, now: Served) -> str:
+    """Why the answers in use show that a model does not keep to its limit; "": they do not, or labels are too few.
+
+    Args:
+        min_gain: of the release: accuracy less that of the model before, a share.
+        before: what the runner said last of the model before; None: nothing.
+        now: what it says of the model in use.
+    """
+    if min_gain is None or before is None or before.accuracy is None or now.accuracy is None:
+        return ""
+    errors = sum(told.accuracy * (1 - told.accuracy) / _counted(told) for told in (before, now) if told.accuracy)
+    gain = now.accuracy - before.accuracy
+    if gain + ERRORS * math.sqrt(errors) >= min_gain:
+        return ""
+    return (
+        f"{now.accuracy:.1%} of its answers in use are right, of {_counted(now)} with labels, and "
+        f"{before.accuracy:.1%} were with what ran before: {100 * gain:+.1f} points, at least "
+        f"{100 * min_gain:+.1f} are wanted"
+    )
+
+
+def _counted(told: Served) -> int:
+    """Labels that a runner's accuracy counts."""
+    return max(1, min(told.labelled, LATEST))

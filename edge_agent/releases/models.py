@@ -25,7 +25,7 @@ from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.edge_agent.releases.hook import Hook
-from fedquilt.edge_agent.releases.judging import judged
+from fedquilt.edge_agent.releases.judging import judged, worse
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
 from fedquilt.edge_agent.served import Runner, Served
@@ -98,6 +98,8 @@ class Models(Kind):
         self._ledger: Ledger | None = None  # of the answers that are timed
         self._answers_j: float | None = None
         self._first: Served | None = None  # what the runner said first of what is in use
+        self._before: Served | None = None  # what it said last of the model before; a process that begins anew: nothing
+        self._min_gain: float | None = None  # of the release in use
         self._exchanged_s = clock()
         self._there = False  # whether a runner was there at the exchange
 
@@ -244,9 +246,12 @@ class Models(Kind):
         if now != name:
             if not self._disk.is_file(self.folder / name / MODEL):
                 raise StoreError(f"the model is gone from {self.folder / name}: deploy it again")
+            told = self.runner.look()
+            self._before = told if told is not None and told.model == self.current() else None
             with doing(f"exchange the model in {self.folder}", "free some space"):
                 self._disk.point(self.folder / PREVIOUS, NOTHING if now is None else now)
                 self._disk.point(self.folder / CURRENT, name)
+        self._min_gain = release.limits.min_gain
         self._exchanged()
 
     def back(self) -> bool:
@@ -260,6 +265,7 @@ class Models(Kind):
                 self._disk.sync(self.folder)
             elif previous != self._disk.target(self.folder / CURRENT):
                 self._disk.point(self.folder / CURRENT, previous)
+        self._before = None
         self._exchanged()
         return True
 
@@ -307,7 +313,7 @@ class Models(Kind):
         failed, answers = told.failed - first.failed, told.failed - first.failed + told.served - first.served
         usual = first.failed / max(first.failed + first.served, 1)
         if failed < FAILED_LEAST or failed <= (FAILED_SHARE + usual) * answers:
-            return ""
+            return worse(self._min_gain, self._before, told)
         return f"the model runner failed {failed} of {answers} times with it"
 
     def drop(self) -> None:

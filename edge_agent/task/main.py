@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or examples.load
         self._engine: tuple[tuple[str, int], Any] | None = None
-        self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
+        self._data: tuple[tuple[str, dict[str, Any]], tuple[Examples, Examples]] | None = None
 
     def method(self, order: Order) -> Method:
         """Find the method of an order.
@@ -87,16 +87,16 @@ class Bench:
                 raise EngineError(str(error)) from None
         return self._engine[1]
 
-    def examples(self, spec: dict[str, Any]) -> tuple[Examples, Examples]:
-        """Examples of the device: for training, and held out.
+    def examples(self, spec: dict[str, Any], run: str) -> tuple[Examples, Examples]:
+        """Examples of the device: for training, and held out. Another run finds what has come to them meanwhile.
 
         Raises:
             DataError: there are none, or they cannot be read.
         """
-        if self._data is None or self._data[0] != spec:
+        if self._data is None or self._data[0] != (run, spec):
             if not spec:
                 raise DataError("this device has no data: give its agent.toml a [data] table")
-            self._data = (spec, self._load(msgspec.convert(spec, DataSpec)))
+            self._data = ((run, spec), self._load(msgspec.convert(spec, DataSpec)))
         return self._data[1]
 
     def tensors(self, path: str) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ def site_of(
     Raises:
         DataError: the device has no examples, or none that can be read.
     """
-    train, held = bench.examples(order.data)
+    train, held = bench.examples(order.data, order.task.job)
     loaded(len(train))
     local, lost = _private(order)
     return Site(

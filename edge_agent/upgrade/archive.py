@@ -51,12 +51,23 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     made_s: Count = 0  # seconds since 1970
 
 
+class _Plain(tarfile.TarInfo):
+    """A header as `fedquilt flash` writes them: of a file, nothing extended or sparse, and no step back or too far."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Plain:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type != tarfile.REGTYPE or not 0 <= found.size <= UNPACKED_MOST:
+            raise tarfile.ReadError(f"{found.name[:80]!a} is no file of a size that a bundle has")
+        return found
+
+
 class Bundle:
     """An open bundle whose manifest has been read, and nothing more of it checked."""
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
         self._archive, self._path = archive, path
-        self._members = {one.name: one for one in archive.getmembers() if one.isreg()}
+        self._members = {one.name: one for one in archive.getmembers()}
         self.signed = self._small(MANIFEST, MANIFEST_MOST)
         self.signature = self._small(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
         try:
@@ -121,7 +132,7 @@ def opened(path: Path) -> Iterator[Bundle]:
     """
     with doing(f"read {path}"), path.open("rb") as file:
         try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
+            with tarfile.open(fileobj=file, mode="r:", tarinfo=_Plain) as archive:
                 yield Bundle(archive, path)
         except tarfile.TarError as error:
             raise odd(path, error) from None

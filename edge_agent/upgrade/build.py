@@ -100,7 +100,7 @@ def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
         pem = Path(ca).read_bytes()
     try:
         certificates = x509.load_pem_x509_certificates(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise JobError(f"{ca} holds no certificate in PEM: it is the ca.crt of `fedquilt ca init`") from None
     for certificate in certificates:
         try:

@@ -20,7 +20,7 @@ from typing import IO, Final
 import msgspec
 
 from fedquilt import threads
-from fedquilt.core import ModelError
+from fedquilt.core import UNDECODABLE, ModelError
 from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.settings import AgentSettings
@@ -55,7 +55,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """What the launcher has told this process; None: it was started without one."""
     try:
         return msgspec.json.decode(environ[launch.LAUNCHED], type=Launched)
-    except (KeyError, msgspec.MsgspecError):
+    except (KeyError, *UNDECODABLE):
         return None
 
 

@@ -36,6 +36,7 @@ START: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.
 STARTS_MOST: Final = 3  # of a version on trial that has not held yet
 ONLINE_S: Final = 300.0
 LONGEST_S: Final = 86400.0
+NUMBER_MOST: Final = 1e12  # starts or seconds in choice.json: with greater ones the file is damaged
 _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -61,14 +62,16 @@ def parse(text: str) -> Choice | None:
         table = json.loads(text)
         known = {name: table[name] for name in Choice._fields if name in table}
         choice = Choice(**known)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     names = (choice.current, choice.failed, *(() if choice.previous is None else (choice.previous,)))
     if not all(isinstance(name, str) and (name == "" or _ENVIRONMENT.match(name)) for name in names):
         return None
     words = (choice.flashed, choice.boot, choice.returned)
     numbers = (choice.starts, choice.began_s, choice.online_s)
-    if not all(isinstance(word, str) for word in words) or not all(isinstance(each, int | float) for each in numbers):
+    if not all(isinstance(word, str) for word in words):
+        return None
+    if not all(isinstance(each, int | float) and 0 <= each <= NUMBER_MOST for each in numbers):
         return None
     return choice if isinstance(choice.trying, bool) and isinstance(choice.online, bool) else None
 
@@ -173,7 +176,7 @@ def name_of(here: Path) -> str:
     """Name of the installation that this file came with: another after each flashing."""
     try:
         return str(json.loads((here / "bundle.json").read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return str(here)
 
 

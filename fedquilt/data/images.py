@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fedquilt.core import DataError
+
+SIZE_MOST: Final = 16384  # pixels of a side: no board could hold more
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Input of a network of images: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
 
-    channels: int
-    size: int
+    channels: Annotated[int, Meta(ge=1)]
+    size: Annotated[int, Meta(ge=1, le=SIZE_MOST)]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 

@@ -45,7 +45,7 @@ def parse(table: Mapping[str, Any]) -> Input | Values:
         assert isinstance(found, Values)
         if found.standardise and ("mean" in table or "std" in table):
             raise JobError("[input] standardise computes mean and std: leave these two out, or standardise")
-        lengths = (1, max(len(found.mean), len(found.std)))
+        lengths = (1, max(len(found.mean), len(found.std), 1))
     for key in ("mean", "std"):
         given = getattr(found, key)
         if len(given) not in lengths:

@@ -254,6 +254,15 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
         archive.add(tmp_path / "passwd", f"manifest-{hashlib.sha256(text).hexdigest()}.json")
     with pytest.raises(StoreError, match="newer fedquilt"):
         backup.restore(file, tmp_path / "again")
+    for headers in ({"GNU.sparse.map": "0,x"}, {"comment": "a" * 30}):
+        with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as archive:
+            entry = tarfile.TarInfo("manifest")
+            entry.pax_headers = headers
+            archive.addfile(entry)
+        content = file.read_bytes().replace(b"42 comment=" + b"a" * 30, b"9" * 30 + b" comment=aa")
+        file.write_bytes(content)
+        with pytest.raises(StoreError, match="is no whole backup"):
+            backup.restore(file, tmp_path / "again")
     assert main(["restore", str(tmp_path / "none.tar"), str(tmp_path / "again")]) == 6
     assert main(["backup", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6
 

@@ -256,3 +256,21 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
         assert home.stat().st_mode & 0o777 == 0o750
     finally:
         os.umask(before)
+
+
+def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(
+    tmp_path: Path, opened: Callable[[], Store]
+) -> None:
+    """Of this process, of another one, and of a transaction that fails after somebody has looked within it."""
+    store, other = opened(), opened()
+    first = store.add(JOB, tmp_path / "bundle")
+    assert [row.id for row in store.jobs()] == [row.id for row in other.jobs()] == [first]
+    second = other.add(JOB, tmp_path / "bundle")
+    assert [row.id for row in store.jobs()] == [first, second]
+    other.set_status(second, "stopped")
+    assert [row.status for row in store.jobs()] == ["queued", "stopped"]
+    with contextlib.suppress(ZeroDivisionError), store._writing():
+        store._rows.change(first, status="running")
+        assert [row.status for row in store.jobs()] == ["running", "stopped"]
+        raise ZeroDivisionError
+    assert [row.status for row in store.jobs()] == ["queued", "stopped"]

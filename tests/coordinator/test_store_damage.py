@@ -13,8 +13,8 @@ import pytest
 from stored_job import JOB
 
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started, Surveyed
-from fedquilt.coordinator.store import Row, Store, Unreadable
-from fedquilt.coordinator.store_rows import DamagedRunError
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.store_rows import DamagedRunError, Unreadable
 from fedquilt.coordinator.views import log
 from fedquilt.core import BlobRef, JobError, StoreError
 

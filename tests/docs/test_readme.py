@@ -9,11 +9,12 @@ import documents
 PAGE = "README.md"
 MOST_LINES = 120
 
-# by whoever runs this, and by tests/tools/test_demo.py
+# by whoever runs this, and by tests/tools/demo
 ELSEWHERE = [
     "make demo",
     "make test",
     "fedquilt run-model fedquilt-demo/stitched.onnx fedquilt-demo/held-out.npz",
+    "fedquilt demo --story",
 ]
 BOARDS = [  # by test_tutorials.py
     "fedquilt serve --home runs --broker mqtts://broker.site:8883 --ca ca.crt --cert coordinator.crt "

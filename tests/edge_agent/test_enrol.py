@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,21 @@ def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Si
         enrol.wait(site.board, clock, pauses.append, flaky)
 
 
+def of_another_version(pem: str) -> str:
+    der = ssl.PEM_cert_to_DER_cert(pem)
+    version = b"\xa0\x03\x02\x01\x02"
+    assert version in der[:20]
+    return ssl.DER_cert_to_PEM_cert(der.replace(version, b"\xa0\x03\x02\x01\x05", 1))
+
+
+def test_an_authority_of_another_version_is_named(site: Site) -> None:
+    own = enrol.own_key(site.files).public_key()
+    pem = site.authority.sign("orin-7", "device", own, clock_s()).pem
+    site.files.ca.write_text(of_another_version(site.files.ca.read_text()))
+    with pytest.raises(JobError, match="holds no certificate in PEM"):
+        enrol.accept(site.board, pem.encode())
+
+
 def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path: Path) -> None:
     """Another id, another key, another authority, no certificate: what was there stays."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -133,6 +149,7 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
         (site.authority.sign("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
         (other.sign("orin-7", "device", own, clock_s()).pem, "did not sign it"),
         ("text", "damaged"),
+        (of_another_version(site.authority.sign("orin-7", "device", own, clock_s()).pem), "damaged"),
     )
     for pem, said in cases:
         with pytest.raises(JobError, match=said):

@@ -97,6 +97,13 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert settings.size_bytes(text) == size
 
 
+@pytest.mark.parametrize("text", ["9" * 400 + "MB", "0." + "1" * 5000 + "GB"], ids=len)
+def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
+    """One comes from the coordinator too, as a setting, and no float takes it."""
+    with pytest.raises(JobError, match="is no size"):
+        settings.size_bytes(text)
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

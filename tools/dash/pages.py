@@ -13,7 +13,8 @@ import msgspec
 from fedquilt import labels
 from fedquilt.coordinator.housekeeping import ENDED
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store import Row, Unreadable
+from fedquilt.coordinator.store import Row
+from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views import devices, why
 from fedquilt.coordinator.views.devices import Device
 from fedquilt.core import FedquiltError, JobError

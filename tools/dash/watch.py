@@ -18,9 +18,9 @@ from fedquilt.coordinator import boards_store, store_reader
 from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.housekeeping import ENDED
 from fedquilt.coordinator.rollout_log import RolloutLog
-from fedquilt.coordinator.store import Row, Unreadable
+from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.store_reader import Mark, Reader
-from fedquilt.coordinator.store_rows import Identity
+from fedquilt.coordinator.store_rows import Identity, Unreadable
 from fedquilt.coordinator.views import devices, why
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.dash.follow import CELLS, Follower, part_of

@@ -1,12 +1,15 @@
-"""Progress of the demo: how far the search is, and nothing else."""
+"""Progress of the demo: how far the search is, and nothing else; and what happens in its story."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import textwrap
 import time
+from collections.abc import Callable, Sequence
 
-from fedquilt import progress
+from fedquilt import columns, progress
 from fedquilt.coordinator.facts import Answered, AnyFact
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
@@ -14,6 +17,7 @@ from fedquilt.coordinator.views.terminal import Console
 from fedquilt.transport.link import Link
 
 EVERY_S = 4.0  # between two lines where none can be rewritten: who watches a demo takes a longer silence for its end
+TOGETHER = "\N{NO-BREAK SPACE}"
 
 
 class Live(Console):
@@ -57,3 +61,41 @@ class Live(Console):
 def bold(text: str) -> str:
     """Emphasis on a terminal; plain text in a file or a pipe, or where NO_COLOR is set."""
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+class Teller:
+    """Says what happens in a story, with the seconds since its start, and is never silent for long.
+
+    Args:
+        text: whether anything is said at all.
+        clock: seconds.
+    """
+
+    def __init__(self, text: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._text, self._clock, self._began_s = text, clock, clock()
+        self._line = progress.Line(sys.stdout, clock=clock, rarely_s=EVERY_S)
+        self.now = "starting"  # what goes on
+
+    def _stamp(self) -> str:
+        return f"[{self._clock() - self._began_s:5.1f} s]"
+
+    def tick(self) -> None:
+        """Show what goes on, if it is time to."""
+        if self._text:
+            self._line.at(lambda: f"{self._stamp()} {self.now}"[: columns.width() - 1])
+
+    def say(self, *lines: str) -> None:
+        """Print lines that stay."""
+        if self._text:
+            self._line.say(*lines)
+
+    def happened(self, said: str) -> None:
+        """Print a sentence that stays, with the time."""
+        self.say(*textwrap.wrap(f"{self._stamp()} {said}", columns.width(), subsequent_indent=" " * 10))
+
+    def command(self, words: Sequence[str], note: str = "") -> None:
+        """Print a command as one would type it."""
+        text = re.sub(r"(--\S+) (?!-)", f"\\1{TOGETHER}", " ".join(words))  # an option stays with its value
+        lines = textwrap.wrap(text, columns.width() - 4, subsequent_indent="    ", break_on_hyphens=False)
+        typed = " \\\n".join(lines).replace(TOGETHER, " ")
+        self.say("", *(bold(line) for line in typed.split("\n")), *([note] if note else []))

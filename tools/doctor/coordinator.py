@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator.facts import Asked, Surveyed
-from fedquilt.coordinator.store import Row, Store, Unreadable
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views.log import sentences
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.disk import REAL

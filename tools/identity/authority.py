@@ -123,7 +123,7 @@ class Authority:
         try:
             csr = x509.load_pem_x509_csr(pem.encode())
             sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
-        except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+        except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
             raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt enrol board` makes one") from None
         if not sound:
             raise JobError("the signing request was changed on its way: its signature does not fit it")

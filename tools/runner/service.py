@@ -18,6 +18,7 @@ import numpy as np
 
 from fedquilt.core import UNDECODABLE, DataError, FedquiltError
 from fedquilt.disk import PRIVATE, REAL
+from fedquilt.edge_agent.served import LATEST
 from fedquilt.tools.artefacts import classifier
 from fedquilt.tools.runner import drift
 from fedquilt.tools.runner.drift import Drift, Reference
@@ -32,7 +33,7 @@ SELDOM_S: Final = 20.0  # likewise while none come
 REFERENCES_MOST: Final = 4
 AWAITED_MOST: Final = 10_000  # answers whose truth may arrive later
 LATENCIES: Final = 512  # latest answers whose median is told
-LABELLED: Final = 500  # latest labels that count in the accuracy
+LABELLED: Final = LATEST  # latest labels that count in the accuracy
 LABELLED_LEAST: Final = 20  # labels before an accuracy is told
 EXAMPLES_MOST: Final = 1024  # in one request
 BODY_MOST: Final = 16 << 20  # bytes of a file, and of the arrays in it

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,18 +36,12 @@ from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation import Member, children
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 from fedquilt.transport.mqtt import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
-
-# an agent that does not outlive this process, however this process ends
-AGENT = (
-    "import sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
-    "from fedquilt.cli import main; sys.exit(main(['agent', sys.argv[2]]))"
-)
 
 
 @dataclass(frozen=True)
@@ -195,14 +187,14 @@ def really(
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
         if agents_only:
-            for agent in stack.enter_context(_processes(plan.agents(), broker)).values():
+            for agent in stack.enter_context(processes(plan.agents(), broker)).values():
                 agent.wait()
             return "", "done"
         store = stack.enter_context(Store(plan.home))
         if not store.lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.submit(store)
-        agents = stack.enter_context(_processes(plan.agents(run), broker))
+        agents = stack.enter_context(processes(plan.agents(run), broker))
         link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
         console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
@@ -321,30 +313,17 @@ def _tidy(plan: Plan, run: str) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _processes(
+def processes(
     agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
-) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """The fleet's agents, each with its agent.toml and its log; they are told to stop at the end."""
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        for table in agents:
-            home = Path(table["home"])
-            home.mkdir(parents=True, exist_ok=True)
-            (home / "agent.toml").write_text(config.text({**table, "broker": dict(broker)}))
-            with (home / "agent.log").open("ab") as log:
-                command = [sys.executable, "-c", AGENT, str(os.getpid()), str(home / "agent.toml")]
-                started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)
-        yield started
-    finally:
-        for process in started.values():
-            process.terminate()
-        for process in started.values():
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+) -> contextlib.AbstractContextManager[dict[str, subprocess.Popen[bytes]]]:
+    """The fleet's agents by device, each with its agent.toml and its log; they are told to stop at the end."""
+    wanted = {}
+    for table in agents:
+        home = Path(table["home"])
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "agent.toml").write_text(config.text({**table, "broker": dict(broker)}))
+        wanted[table["device"]] = children.Command(["agent", str(home / "agent.toml")], home / "agent.log")
+    return children.running(wanted)
 
 
 class _Watch:
@@ -377,4 +356,4 @@ class _Watch:
     def _last(self, device: str) -> tuple[str, Path]:
         """The last line in an agent's log, and the log."""
         log = self._plan.folder(self._run, device) / "agent.log"
-        return (log.read_text(errors="replace").strip().splitlines() or ["(nothing)"])[-1], log
+        return children.last_words(log), log

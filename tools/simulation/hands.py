@@ -63,7 +63,7 @@ class Bench(main.Bench):
             self._engines[key] = self._make(name, budget_bytes)
         return self._engines[key]
 
-    def examples(self, spec: Mapping[str, Any]) -> tuple[Examples, Examples]:
+    def examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
         """Examples of a simulated device, by its share."""
         try:
             return self._shares(spec["share"])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from linear_models import network
 from one_agent import Board
@@ -22,7 +23,7 @@ from fedquilt.edge_agent.releases import hook
 from fedquilt.edge_agent.releases.models import Models
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
-from fedquilt.wire import Release
+from fedquilt.wire import Limits, Release
 
 
 class Checks:
@@ -376,6 +377,39 @@ def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> N
     place.now_s += 31.0
     place.put(3)
     place.now_s += 31.0
+    assert place.models.ill() == ""
+
+
+def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
+    """By the labels that arrive, more than the release allows and more than chance explains."""
+    place.put(1)
+    place.served(served=900, accuracy=0.6, labelled=900)
+    wanted, blob = place.release(2)
+    wanted = msgspec.structs.replace(wanted, limits=Limits(min_gain=-0.1))
+    place.models.stage(wanted, blob)
+    place.models.swap(wanted)
+    place.served(served=910)
+    assert place.models.ill() == ""
+    place.served(served=930, accuracy=0.4, labelled=30)
+    assert place.models.ill() == ""
+    place.served(served=1000, accuracy=0.3, labelled=100)
+    said = (
+        "30.0% of its answers in use are right, of 100 with labels, and 60.0% were with what ran before: -30.0 points"
+    )
+    assert place.models.ill() == f"{said}, at least -10.0 are wanted"
+    place.models.back()
+    place.served(served=1100, accuracy=0.3, labelled=200)
+    assert place.models.ill() == ""
+
+
+@pytest.mark.parametrize("limit", [None, -0.5])
+def test_worse_answers_that_the_release_allows_are_no_matter(place: Place, limit: float | None) -> None:
+    place.put(1)
+    place.served(served=900, accuracy=0.6, labelled=900)
+    wanted, blob = place.release(2)
+    place.models.stage(wanted, blob)
+    place.models.swap(msgspec.structs.replace(wanted, limits=Limits(min_gain=limit)))
+    place.served(served=1000, accuracy=0.2, labelled=100)
     assert place.models.ill() == ""
 
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from children import MODEL, Place, carried_out, child, pid_of, until
+from msgspec.structs import replace
 
 from fedquilt import compression, tensors
 from fedquilt.core import Encoding
@@ -99,6 +100,17 @@ def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> No
     with child() as worker:
         outcome = carried_out(worker, place.order(actions=("check",)))
     assert (outcome.weight, outcome.bundles) == (2.0, {})
+
+
+def test_examples_that_have_come_meanwhile_are_there_for_the_next_run(place: Place) -> None:
+    """In a child that is kept: within a run a device's examples stay what they are."""
+    with child() as worker:
+        first = carried_out(worker, place.order())
+        np.savez(place.folder / "data.npz", x=np.ones((20, 4), np.float32), y=np.arange(20) % 2)
+        same = carried_out(worker, place.order())
+        order = place.order()
+        other = carried_out(worker, replace(order, task=replace(order.task, job="j-2")))
+    assert (first.weight, same.weight, other.weight) == (8.0, 8.0, 16.0)
 
 
 def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Place) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import select
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -19,12 +20,12 @@ from boards import wheel
 from waiting import until
 
 from fedquilt import environment
-from fedquilt.core import BlobRef, FedquiltError, ModelError, StoreError
+from fedquilt.core import BlobRef, FedquiltError, JobError, ModelError, StoreError
 from fedquilt.disk import Disk
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.upgrade import build, launch
-from fedquilt.edge_agent.upgrade.kind import COMMAND, NO_LAUNCHER, AgentKind, Launched
+from fedquilt.edge_agent.upgrade import archive, build, launch
+from fedquilt.edge_agent.upgrade.kind import COMMAND, NO_LAUNCHER, AgentKind, Launched, launched
 from fedquilt.edge_agent.upgrade.launch import Choice
 from fedquilt.tools.identity.authority import Authority
 from fedquilt.wire import Release
@@ -301,6 +302,23 @@ def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[
     assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refused
     signature = ours.sign_upgrade(b"another manifest")
     assert "is not of the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refused
+
+
+def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
+    ours = Authority.create(tmp_path / "ours", "ours", time.time())
+    der = ssl.PEM_cert_to_DER_cert((tmp_path / "ours/ca.crt").read_text())
+    version = b"\xa0\x03\x02\x01\x02"
+    assert version in der[:20]
+    (tmp_path / "odd.crt").write_text(ssl.DER_cert_to_PEM_cert(der.replace(version, b"\xa0\x03\x02\x01\x05", 1)))
+    file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
+    with archive.opened(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
+        build.trusted(opened, str(tmp_path / "odd.crt"), unsigned=False)
+
+
+def test_what_the_launcher_says_may_be_damaged() -> None:
+    """It is an environment variable, which may hold any bytes."""
+    for said in ("", "{}", "\udcff", "[" * 100_000):
+        assert launched({launch.LAUNCHED: said}) is None
 
 
 def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:

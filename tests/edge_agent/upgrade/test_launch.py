@@ -78,12 +78,32 @@ def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "spoilt",
-    ["", "{", "[]", '{"flashed": 3}', '{"flashed": "f", "current": "../../etc"}', '{"flashed": "f", "trying": 1}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"flashed": 3}',
+        '{"flashed": "f", "current": "../../etc"}',
+        '{"flashed": "f", "trying": 1}',
+        '{"flashed": "f", "online_s": NaN}',  # no alarm can be set to it
+        '{"flashed": "f", "online_s": -1}',
+        '{"flashed": "f", "starts": -1e300}',  # a trial would have no end
+        '{"flashed": "f", "began_s": 1' + "0" * 400 + "}",  # no float takes it
+        '{"flashed": ' + "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
 )
 def test_a_damaged_choice_counts_as_none(spoilt: str, tmp_path: Path) -> None:
     assert parse(spoilt) is None
     (tmp_path / launch.CHOICE).write_text(spoilt)
     assert launch.read(tmp_path) is None
+
+
+def test_a_damaged_name_of_the_installation_counts_as_none(tmp_path: Path) -> None:
+    """The launcher has to start the agent whatever the file has become."""
+    for spoilt in ("", "{", "[]", "[" * 100_000):
+        (tmp_path / "bundle.json").write_text(spoilt)
+        assert launch.name_of(tmp_path) == str(tmp_path)
 
 
 def test_a_choice_is_read_as_it_was_written(tmp_path: Path) -> None:

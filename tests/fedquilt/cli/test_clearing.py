@@ -208,6 +208,9 @@ store = Store(Path(sys.argv[1]))
 real = store._db
 
 class Dying:
+    in_transaction = property(lambda self: real.in_transaction)
+    total_changes = property(lambda self: real.total_changes)
+
     def execute(self, *words):
         if words[0].split()[0] in ("begin", "delete", "commit"):
             return dying(real.execute)(*words)

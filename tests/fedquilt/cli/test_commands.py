@@ -18,7 +18,7 @@ from fedquilt.cli import commands, main
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 
-HELPERS = {"__init__", "__main__", "commands", "homes", "options", "reference"}
+HELPERS = {"__init__", "__main__", "commands", "homes", "options", "phased", "reference"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import subprocess
 from pathlib import Path
@@ -120,8 +121,12 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
     lines = good.splitlines()
     swapped = signing_request(new_key(), "orin-7").splitlines()
     forged = "\n".join([*lines[:-3], *swapped[-3:]])
+    der = base64.b64decode("".join(lines[1:-1]))
+    assert b"\x02\x01\x00" in der[:12]  # the version
+    later = base64.encodebytes(der.replace(b"\x02\x01\x00", b"\x02\x01\x05", 1)).decode()
     cases = (
         ("text", "orin-7", "no signing request"),
+        (f"{lines[0]}\n{later}{lines[-1]}\n", "orin-7", "no signing request"),
         (good, "orin-8", "for 'orin-7', not for orin-8"),
         (request("orin-7", rsa.generate_private_key(65537, 2048)), "orin-7", "another key than ECDSA P-256"),
         (request("orin-7", ec.generate_private_key(ec.SECP384R1())), "orin-7", "another key than ECDSA P-256"),

@@ -352,6 +352,20 @@ def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(runnin
     assert (health["accuracy"], health["swaps"]) == (None, 1)
 
 
+def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: Path) -> None:
+    """Between an exchange and the first answer nothing is known of the new one."""
+    for _ in range(250):
+        answer = running.service.stored(classifiers.image(250)[None])[0]
+        running.service.label(answer.id, answer.number)
+    told = running.service.standing()
+    assert (told["drift"], told["accuracy"], told["labelled"]) == (0.0, 1.0, 250)
+    classifiers.lead(models, "b")
+    assert running.models.look()
+    told = running.service.standing()
+    assert told["model"] == running.models.now.sha256
+    assert (told["drift"], told["accuracy"], told["labelled"]) == (None, None, 0)
+
+
 def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
     """20 labels, a quarter of them wrong, by name and by number; each answer has one."""
     for number in range(20):

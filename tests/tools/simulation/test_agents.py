@@ -105,7 +105,7 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, not at a deadline."""
-    monkeypatch.setattr(fleet, "AGENT", "raise SystemExit('the port is taken')")
+    monkeypatch.setattr(fleet.children, "RUN", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
         fleet.really(plan(tmp_path), None)
 
@@ -114,10 +114,10 @@ def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once, by name and with how it ended; the others go on, and the round closes with them."""
-    killed = fleet.AGENT.replace(
-        "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[2] and os.kill(os.getpid(), 9);"
+    killed = fleet.children.RUN.replace(
+        "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
-    monkeypatch.setattr(fleet, "AGENT", killed)
+    monkeypatch.setattr(fleet.children, "RUN", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
     monkeypatch.setattr(fleet.Plan, "submit", lambda plan, store: store.add(plan.job, plan.bundle.resolve()))
     _, status = fleet.really(given, None)

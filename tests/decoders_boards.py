@@ -1,0 +1,354 @@
+"""Decoders of releases: bundles of an upgrade, what a model says of itself, and what boards and rollouts keep."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import boards
+import msgspec
+import numpy as np
+import upgrades
+from certified import Certified
+from decoding import SHA, Decoder, numbered
+
+from fedquilt import environment, wire
+from fedquilt.coordinator.rollout_log import RolloutLog
+from fedquilt.coordinator.rollouts import (
+    Aborted,
+    AnyFact,
+    Begun,
+    Done,
+    Heard,
+    Offered,
+    Passed,
+    Plan,
+    RolledBack,
+    release,
+)
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_rows import FIRST, checksum, link
+from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
+from fedquilt.edge_agent import messages
+from fedquilt.edge_agent import settings as agent_settings
+from fedquilt.edge_agent.engines import exported
+from fedquilt.edge_agent.releases import models
+from fedquilt.edge_agent.releases.protocol import CheckOrder
+from fedquilt.edge_agent.served import FILE, Runner, Served
+from fedquilt.edge_agent.upgrade import archive, build, central, kind, launch
+from fedquilt.edge_agent.upgrade.launch import Choice
+from fedquilt.tools.flash import over_the_air
+
+OWN_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of orders that the agent itself gives
+
+
+def every(folder: Path) -> dict[str, Decoder]:
+    """The decoders by name.
+
+    Args:
+        folder: for files of theirs, empty.
+    """
+    folder.mkdir()
+    return {**_upgrades(folder / "upgrades"), **_kept(folder / "kept"), **_networks(), **_rollouts(folder / "home")}
+
+
+# -- upgrades of the agent --------------------------------------------------------------------------
+
+
+def _upgrades(folder: Path) -> dict[str, Decoder]:
+    site, path, pem = Certified(folder), folder / "sent.tar", folder / "sent.crt"
+    ca, packages = str(site.ca), folder / "packages"
+    wheel = boards.wheel(folder, "toy", "1")
+    packed = zipfile.ZipFile(folder / "packed.whl", "w", zipfile.ZIP_DEFLATED)
+    with packed, zipfile.ZipFile(wheel) as stored:
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name) * 9)
+    wholes = []
+    for sign in (None, site.authority.sign_upgrade):
+        upgrades.pack(path, [wheel], sign)
+        wholes.append(path.read_bytes().rstrip(b"\0") + bytes(1024))  # without most of what fills it up
+    with archive.opened(path) as bundle:
+        manifest, signature = bundle.signed, bundle.signature
+    assert signature is not None
+    order = build.Order("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False)
+
+    def opened(payload: bytes) -> object:
+        path.write_bytes(payload)
+        try:
+            with archive.opened(path) as bundle:
+                build.fits(bundle.manifest)
+                bundle.check_wheels()
+        except ModelError as error:
+            str(error).encode()  # the coordinator is told
+            raise
+        return None
+
+    def signed(payload: bytes) -> object:
+        over_the_air.write(path, {archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, {})
+        with archive.opened(path) as bundle:
+            build.trusted(bundle, ca, unsigned=False)
+        assert payload == signature
+
+    over_the_air.write(folder / "right.tar", {archive.MANIFEST: manifest, archive.SIGNATURE: signature}, {})
+
+    def certified(payload: bytes) -> object:
+        pem.write_bytes(payload)
+        with archive.opened(folder / "right.tar") as bundle:
+            return build.trusted(bundle, str(pem), unsigned=False)
+
+    numbers = itertools.count()
+
+    def unpacked(payload: bytes) -> object:
+        into = packages / str(next(numbers))
+        try:
+            return environment.unpack([("toy.whl", io.BytesIO(payload))], into, 1 << 20)
+        finally:
+            assert [*packages.iterdir()] == [into]  # nothing is written beside it
+            for root, folders, names in os.walk(into, topdown=False):
+                for name in names:
+                    Path(root, name).unlink()
+                for name in folders:
+                    Path(root, name).rmdir()
+            into.rmdir()
+
+    packages.mkdir()
+    found = Choice("f", "a" * 64, "b" * 64, trying=True, starts=1, boot="boot", began_s=100, online_s=300)
+    told = msgspec.json.encode(launch.environment(folder, "f", SHA, ["agent", "agent.toml"]))
+    return {
+        "bundle of an upgrade": Decoder(
+            "edge_agent/upgrade/archive.py", opened, (ModelError,), tuple(wholes), headed, share=0.1
+        ),
+        "signature of an upgrade": Decoder(
+            "edge_agent/upgrade/build.py", signed, (ModelError,), (signature,), share=0.02
+        ),
+        "ca of an upgrade": Decoder(
+            "edge_agent/upgrade/build.py", certified, (JobError, ModelError), (site.ca.read_bytes(),), share=0.05
+        ),
+        "order to build": Decoder(
+            "edge_agent/upgrade/build.py",
+            lambda payload: msgspec.json.decode(payload, type=build.Order),
+            OWN_ERRORS,
+            (msgspec.json.encode(order),),
+            share=0.1,
+        ),
+        "wheel of an upgrade": Decoder(
+            "fedquilt/environment.py",
+            unpacked,
+            (environment.Odd, OSError),
+            (wheel.read_bytes(), (folder / "packed.whl").read_bytes()),
+            share=0.1,
+        ),
+        "choice.json": Decoder(
+            "edge_agent/upgrade/launch.py", _begun(folder), (), (launch.text(found).encode(), b'{"flashed":"f"}')
+        ),
+        "bundle.json": Decoder("edge_agent/upgrade/launch.py", _named(folder), (), (b'{"id":"f"}',), share=0.1),
+        "word of the launcher": Decoder(
+            "edge_agent/upgrade/kind.py",
+            lambda payload: kind.launched({launch.LAUNCHED: os.fsdecode(payload)}),
+            (),
+            (told,),
+        ),
+    }
+
+
+def headed(payload: bytes) -> bytes:
+    """An archive in which each header has the right sum, as far as one can be found after the other."""
+    given, at = bytearray(payload), 0
+    while at + 512 <= len(given) and any(given[at : at + 512]):
+        given[at + 148 : at + 156] = b" " * 8
+        given[at + 148 : at + 156] = b"%06o\0 " % sum(given[at : at + 512])
+        try:
+            size = max(tarfile.nti(given[at + 124 : at + 136]), 0)  # type: ignore[attr-defined]
+        except tarfile.TarError:
+            break
+        at += 512 + -(-size // 512) * 512
+    return bytes(given)
+
+
+def _begun(folder: Path) -> Any:
+    """What the launcher makes of its file: a choice that it can write, with an alarm that can be set."""
+    program = launch.python(folder, "a" * 64)
+    program.parent.mkdir(parents=True)
+    program.touch()
+
+    def read(payload: bytes) -> object:
+        (folder / launch.CHOICE).write_bytes(payload)
+        choice, said = launch.begin(launch.read(folder), "f", "boot", 500.0, folder)
+        said.encode("utf-8", "backslashreplace")
+        assert launch.parse(launch.text(choice)) == choice
+        assert 0 < min(max(choice.online_s, 1.0), launch.LONGEST_S) <= launch.LONGEST_S  # as an alarm has it
+        return choice
+
+    return read
+
+
+def _named(folder: Path) -> Any:
+    def read(payload: bytes) -> str:
+        (folder / "bundle.json").write_bytes(payload)
+        return launch.name_of(folder)
+
+    return read
+
+
+# -- what lies on a board ---------------------------------------------------------------------------
+
+
+def _kept(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    settings = agent_settings.AgentSettings(device="d", home=str(folder), budget="1GB")
+    lies = models.folder(settings)
+    (lies / SHA[:16]).mkdir(parents=True)
+    (lies / SHA[:16] / models.MODEL).touch()
+    (lies / models.CURRENT).symlink_to(SHA[:16])
+    laid = models.Laid(model=SHA, rollout="digits-1", name="digits", serial=3)
+    says = Served(at=1e9, model=SHA, served=20, failed=2, latency_s=0.1, drift=0.2, accuracy=0.9, labelled=5)
+    values = {"budget": "512MB", "labels": ["+canary", "-old"], "policy": "max", "max_w": 9.5, "telemetry_s": 30.0}
+    kept = central.Kept(serial=3, set=values, before={"labels": ["a=b", "c"]})
+    order = CheckOrder(model="m", before=None, budget_bytes=1, data={"path": "digits.npz"}, plugins=("a",))
+
+    def current(payload: bytes) -> object:
+        (lies / SHA[:16] / models.RELEASE).write_bytes(payload)
+        return models.Models(settings, None, None).current()  # type: ignore[arg-type]
+
+    (lies / SHA[:16] / models.RELEASE).write_bytes(msgspec.json.encode(laid))
+
+    def served(payload: bytes) -> object:
+        (lies / FILE).write_bytes(b"")
+        runner = Runner(lies)
+        board = models.Models(settings, None, None)  # type: ignore[arg-type]
+        board.runner = runner
+        runner.look()
+        for _ in range(2):
+            (lies / FILE).write_bytes(payload)
+            board.ill()
+        told = messages.telemetry(Reading(), served=runner.look())
+        return None if told is None else wire.decode(wire.encode(told), wire.Telemetry)
+
+    def held(payload: bytes) -> object:
+        (folder / central.FILE).write_bytes(payload)
+        taken: list[agent_settings.AgentSettings] = []
+        board = central.SettingsKind(settings, 8 << 30, folder, taken.append)
+        board.current()
+        return board.settings().budget_bytes(8 << 30)
+
+    def set_by(payload: bytes) -> object:
+        try:
+            table = msgspec.json.decode(payload, type=dict[str, Any])
+        except UNDECODABLE:
+            return None
+        found = central.apply(settings, table, 8 << 30)
+        return found.budget_bytes(8 << 30)
+
+    where = "edge_agent/upgrade/central.py"
+    return {
+        "release.json": Decoder("edge_agent/releases/models.py", current, (), (msgspec.json.encode(laid),), share=0.3),
+        "served.json": Decoder("edge_agent/served.py", served, (), (msgspec.json.encode(says),), share=0.2),
+        "settings.json": Decoder(where, held, (), (wire.encode(kept),), numbered, share=0.3),
+        "settings of a release": Decoder(where, set_by, (JobError,), (msgspec.json.encode(values),)),
+        "order to check": Decoder(
+            "edge_agent/releases/check.py",
+            lambda payload: msgspec.json.decode(payload, type=CheckOrder),
+            OWN_ERRORS,
+            (msgspec.json.encode(order),),
+            share=0.1,
+        ),
+    }
+
+
+# -- what a network says of itself ------------------------------------------------------------------
+
+
+def _networks() -> dict[str, Decoder]:
+    images, rows = np.full((2, 4, 4), 9, np.uint8), np.ones((2, 6), np.float32)
+    stitched = b'{"channels": 3, "size": 8, "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.1]}\n\n["day", "night"]'
+    trained = (
+        b'\n{"name": "mlp", "inputs": 6, "hidden": [4], "classes": 2, "task": "regression"}\n',
+        b'\n{"name": "mlp", "inputs": 6, "classes": 2, "input": {"mean": [0.5], "std": [0.1]}}\n',
+        b'\n{"name": "transformer", "vocabulary": 20, "length": 4, "classes": 2}\n',
+    )
+
+    def read(payload: bytes) -> object:
+        lines = payload.decode("utf-8", "replace").split("\n")
+        facts = {name: line for name, line in zip(("input", "network", "labels"), lines, strict=False) if line}
+        found = exported.read(facts)
+        kind = found.task
+        assert kind is None or isinstance(kind, str)
+        sides = [table.get("size", 1) for table in (found.input, (found.network or {}).get("input")) if table]
+        for x in (images, rows) if max(sides, default=1) <= 64 else ():  # greater ones only take time
+            with np.errstate(all="ignore"):
+                try:
+                    found.prepared(x)
+                except DataError:
+                    continue
+        return found
+
+    return {"words of a network": Decoder("edge_agent/engines/exported.py", read, (ModelError,), (stitched, *trained))}
+
+
+# -- rollouts ---------------------------------------------------------------------------------------
+
+
+def _rollouts(home: Path) -> dict[str, Decoder]:
+    store = Store(home, durable=False)
+    plan = Plan(
+        kind="settings", name="quieter", select=("a=b",), phases=(0.5, 1.0), settings={"budget": "1GB", "labels": ["a"]}
+    )
+    brought = Plan(kind="model", name="digits", blob=BlobRef(sha256=SHA, size=3), limits=wire.Limits(min_gain=-0.005))
+    id = store.rollouts.add(plan)
+    facts: tuple[AnyFact, ...] = (
+        Begun(1),
+        Offered(0, ("a", "b")),
+        Heard("a", 1, "committed", "it is well", {"accuracy": 0.5}),
+        Passed(0, ("b",)),
+        Done(),
+        Aborted("two of two", 2),
+        RolledBack(2),
+    )
+    bodies = tuple(msgspec.json.encode(fact) for fact in facts)
+
+    def kept(text: str, lines: tuple[str, ...]) -> object:
+        """The rollout with this plan and these facts, with checksums as if they were right."""
+        head = FIRST
+        with store._writing():
+            store._db.execute("delete from rollout_facts")
+            for body in lines:
+                head = link(head, id, 1.0, body)
+                store._db.execute(
+                    "insert into rollout_facts (rollout, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
+                )
+            line = (id, text, 1.0, "x", "", head)
+            store._db.execute(
+                "update rollouts set plan = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
+                (text, head, checksum(*line)),
+            )
+        log = RolloutLog(store._db, store._rows, home, store._writing)
+        log.blobs()
+        for why in log.unreadable().values():
+            raise JobError(why)
+        state = log.find(id).state
+        for device in ("a", *state.offered):
+            if (sent := release(state, device)) is not None:
+                assert wire.decode(wire.encode(sent), wire.Release).serial == sent.serial
+        return state
+
+    known = msgspec.json.encode(plan).decode()
+
+    def planned(payload: bytes) -> object:
+        return kept(payload.decode("utf-8", "replace"), (bodies[0].decode(), bodies[1].decode()))
+
+    def heard(payload: bytes) -> object:
+        return kept(known, tuple(payload.decode("utf-8", "replace").split("\n")))
+
+    where = "coordinator/rollout_log.py"
+    logs = (bodies[:5], (*bodies[:3], bodies[5]), (*bodies[:2], bodies[4], bodies[6]))
+    return {
+        "plan of a rollout": Decoder(
+            where, planned, (JobError,), (msgspec.json.encode(plan), msgspec.json.encode(brought)), share=0.1
+        ),
+        "facts of a rollout": Decoder(where, heard, (JobError,), tuple(b"\n".join(log) for log in logs), share=0.1),
+    }

@@ -1,0 +1,44 @@
+"""What a network's file says of itself, as `fedquilt export` writes it; anything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.core import ModelError
+from fedquilt.edge_agent.engines import exported
+
+
+def test_what_export_writes_is_read() -> None:
+    facts = {"input": json.dumps({"channels": 1, "size": 4}), "labels": json.dumps(["day", "night"])}
+    found = exported.read(facts)
+    assert (found.labels, found.task) == (("day", "night"), "classes")
+    assert found.prepared(np.zeros((2, 4, 4), np.uint8)).shape == (2, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("input", []),
+        ("input", {"channels": 1}),
+        ("input", {"channels": 1, "size": 0}),
+        ("input", {"channels": 1, "size": 1 << 60}),
+        ("input", {"channels": 1, "size": 4, "std": [0.0]}),
+        ("input", {"mean": [], "std": []}),
+        ("input", {"mean": [0.0], "scale": [1.0]}),
+        ("input", {"\ud800": 1}),
+        ("network", {"name": "mlp", "task": "wishes"}),
+        ("network", {"name": "mlp", "input": None}),
+        ("network", {"name": "mlp", "input": {"mean": "x"}}),
+        ("network", {"name": "transformer"}),
+        ("network", {"name": "transformer", "vocabulary": "x"}),
+        ("labels", {"0": "day"}),
+    ],
+)
+def test_anything_else_is_refused(name: str, table: Any) -> None:
+    """When it is read, and not when the first examples are prepared."""
+    with pytest.raises(ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt export` writes it"):
+        exported.read({name: json.dumps(table)})

@@ -1,0 +1,64 @@
+"""Wheels that are damaged, or packed as no wheel is: the one named error, and nothing outside the environment."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fedquilt import environment
+
+
+def packed(way: int = zipfile.ZIP_DEFLATED) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", way) as archive:
+        archive.writestr("toy.py", b"x = 1\n" * 200)
+    return made.getvalue()
+
+
+def encrypted() -> bytes:
+    whole = bytearray(packed())
+    whole[6] |= 1
+    whole[whole.index(b"PK\1\2") + 8] |= 1
+    return bytes(whole)
+
+
+def garbled() -> bytes:
+    whole = bytearray(packed())
+    whole[36:40] = b"\xff" * 4
+    return bytes(whole)
+
+
+def nowhere() -> bytes:
+    """Its directory is said to begin before the file does."""
+    whole = bytearray(packed())
+    at = whole.index(b"PK\5\6") + 16
+    whole[at : at + 4] = struct.pack("<I", struct.unpack("<I", whole[at : at + 4])[0] + 9)
+    return bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "wheel",
+    [
+        b"",
+        packed()[:-30],
+        encrypted(),
+        garbled(),
+        nowhere(),
+        packed(zipfile.ZIP_LZMA),
+        packed().replace(b"toy.py", b"to\xff.py").replace(b"PK\3\4\x14\0\0\0", b"PK\3\4\x14\0\0\x08"),
+    ],
+    ids=["empty", "cut", "encrypted", "garbled", "nowhere", "lzma", "name"],
+)
+def test_what_is_no_wheel_is_told(wheel: bytes, tmp_path: Path) -> None:
+    with pytest.raises(environment.Odd, match=r"^toy\.whl "):
+        environment.unpack([("toy.whl", io.BytesIO(wheel))], tmp_path / "packages", 1 << 20)
+    assert [*tmp_path.iterdir()] == [tmp_path / "packages"]
+
+
+def test_a_whole_wheel_is_unpacked(tmp_path: Path) -> None:
+    environment.unpack([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
+    assert (tmp_path / "toy.py").read_bytes() == b"x = 1\n" * 200

@@ -1,0 +1,341 @@
+"""What a story came to: from the coordinator's home and from the answers of the boards' runners. And its page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+import fedquilt
+from fedquilt import units
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.rollout_log import Kept
+from fedquilt.coordinator.rollouts import Heard
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import costs
+from fedquilt.tools.demo.streams import Answers, Said
+from fedquilt.tools.report import page, plots
+
+BIN_S: Final = 4.0  # of the plots
+SINCE: Final = "seconds since the inputs changed"
+
+
+class Moment(NamedTuple):
+    """What was done, and when."""
+
+    at: float  # seconds since 1970
+    said: str
+    command: str = ""
+    short: str = ""  # for the plots; "": it is in none
+
+
+class Board(msgspec.Struct, frozen=True):
+    """One board. Shares of right answers are by the labels; None: there were no such answers."""
+
+    name: str
+    answers: int
+    before: float | None  # of the first model, on the first images
+    dropped: float | None  # of the first model, on the changed ones
+    after: float | None  # of the last model
+    drift: float | None  # the largest that the coordinator was told
+    bad_s: float | None = None  # for which the bad model was in use; None: never
+    bad_answers: int = 0  # that it gave
+
+
+class Rolled(msgspec.Struct, frozen=True):
+    """One rollout."""
+
+    id: str
+    brings: str
+    status: str
+    offered: int  # boards
+    committed: int
+    seconds: float
+    moved_bytes: int  # the model's, to every board that it was offered to
+    reason: str = ""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    home: str  # of the coordinator, whose log has it all
+    began: float  # seconds since 1970
+    seconds: float
+    energy_j: float | None  # of both runs, on all boards
+    moved_bytes: int  # of both runs and of all models
+    failed: int  # requests to runners that were not answered
+    before: float
+    dropped: float
+    after: float
+    runs: tuple[str, ...]
+    rollouts: tuple[Rolled, ...]  # the first, the bad one, the last
+    boards: tuple[Board, ...]
+    reason: str = ""  # why the bad model was taken back
+
+
+class Stream(NamedTuple):
+    """What was asked and answered."""
+
+    began: float  # seconds since 1970, as all times
+    changed: float  # the images did
+    ended: float
+    answers: Sequence[Answers]
+    said: Sequence[Said]
+    failed: Sequence[str]
+
+
+def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str], stream: Stream) -> Told:
+    """What the story came to.
+
+    Args:
+        home: the coordinator's.
+        store: of that home.
+        runs: both.
+        rollouts: of the first model, the bad one and the last.
+        stream: the answers meanwhile.
+
+    Raises:
+        StoreError: what is kept there cannot be read.
+    """
+    kept = [store.rollouts.find(id) for id in rollouts]
+    first, bad, last = (_blob(each) for each in kept)
+    used = in_use(store, rollouts[1])
+    whole = [costs.account(fact for _, _, fact in store.facts(run)).whole for run in runs]
+    with BoardStore(home) as boards:
+        drifts = {
+            each.device: [reading.drift for reading in boards.readings(each.device, stream.began, stream.ended)]
+            for each in boards.boards()
+        }
+    groups: tuple[Callable[[Answers], bool], ...] = (
+        lambda each: each.model == first and each.at < stream.changed,
+        lambda each: each.model == first and each.at >= stream.changed,
+        lambda each: each.model == last,
+    )
+    found = []
+    for device in sorted(drifts):
+        own = [each for each in stream.answers if each.device == device]
+        before, dropped, after = (_share(filter(group, own)) for group in groups)
+        found.append(
+            Board(
+                device,
+                sum(each.given for each in own),
+                before,
+                dropped,
+                after,
+                max((drift for drift in drifts[device] if drift is not None), default=None),
+                used.get(device),
+                sum(each.given for each in own if each.model == bad),
+            )
+        )
+    before, dropped, after = (_share(filter(group, stream.answers)) or 0.0 for group in groups)
+    rolled = tuple(_rolled(each) for each in kept)
+    joules = [each.energy_j for each in whole if each.energy_j is not None]
+    return Told(
+        home=str(home),
+        began=stream.began,
+        seconds=stream.ended - stream.began,
+        energy_j=sum(joules) if joules else None,
+        moved_bytes=sum(each.down_bytes + each.up_bytes for each in whole) + sum(each.moved_bytes for each in rolled),
+        failed=len(stream.failed),
+        before=before,
+        dropped=dropped,
+        after=after,
+        runs=tuple(runs),
+        rollouts=rolled,
+        boards=tuple(found),
+        reason=next((each.reason for each in kept[1].state.heard.values() if each.reason), kept[1].state.reason),
+    )
+
+
+def in_use(store: Store, rollout: str) -> dict[str, float]:
+    """Device -> seconds for which a rollout's model was in use there before it was taken back, by its facts."""
+    began: dict[str, float] = {}
+    found: dict[str, float] = {}
+    for _, at, fact in store.rollouts.facts(rollout):
+        if not isinstance(fact, Heard):
+            continue
+        if fact.phase == "soaking":
+            began.setdefault(fact.device, at)
+        elif fact.device in began and fact.phase in ("returned", "refused"):
+            found.setdefault(fact.device, at - began[fact.device])
+    return found
+
+
+def _blob(kept: Kept) -> str:
+    assert kept.state.plan.blob is not None
+    return kept.state.plan.blob.sha256
+
+
+def _rolled(kept: Kept) -> Rolled:
+    state = kept.state
+    size = 0 if state.plan.blob is None else state.plan.blob.size
+    return Rolled(
+        state.id,
+        state.plan.name,
+        state.status,
+        len(state.offered),
+        state.counts().get("committed", 0),
+        kept.at - kept.created,
+        size * len(state.offered),
+        state.reason,
+    )
+
+
+def _share(answers: Iterable[Answers]) -> float | None:
+    found = list(answers)
+    count = sum(each.given for each in found)
+    return sum(each.right for each in found) / count if count else None
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def sentences(told: Told) -> list[str]:
+    """What came of it, a sentence each."""
+    had = [board for board in told.boards if board.bad_s is not None]
+    spared = len(told.boards) - len(had)
+    whom = ", ".join(f"{board.name} for {board.bad_s:.1f} s ({board.bad_answers} answers)" for board in had)
+    bad = f"The bad model was in use on {whom}; {spared} of {len(told.boards)} boards never had it."
+    if not had:
+        bad = f"The bad model was in use on no board: it was refused in the check of {told.rollouts[1].offered}."
+    joules = "" if told.energy_j is None else f", {told.energy_j:.1f} J"
+    return [
+        f"Right answers: {told.before:.1%} before the inputs changed, {told.dropped:.1%} then, {told.after:.1%} now.",
+        bad,
+        f"{sum(board.answers for board in told.boards):,} answers, and {told.failed or 'no'} request failed, through "
+        "every exchange of models.",
+        f"In all {told.seconds / 60:.1f} minutes{joules}, {units.size(told.moved_bytes)}.",
+    ]
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def drawn(told: Told, stream: Stream, moments: Sequence[Moment]) -> list[plots.Plot]:
+    """Right answers and drift over time."""
+    had = next((board.name for board in told.boards if board.bad_s is not None or board.bad_answers), "")
+    marks = [(each.at - stream.changed, each.short) for each in moments if each.short]
+    first = [_line("the other boards" if had else "", [each for each in stream.answers if each.device != had], stream)]
+    if had:
+        first.append(_line(had, [each for each in stream.answers if each.device == had], stream))
+    right = plots.lines(first, "Right answers, by the labels", SINCE, "%", most=100.0)
+    drift = plots.lines([_drift(stream)], "Drift of the inputs, as the runners tell it", SINCE, "0 to 1", most=1.0)
+    return [_marked(right, marks), _marked(drift, marks)]
+
+
+def _line(name: str, answers: Sequence[Answers], stream: Stream) -> plots.Line:
+    """Share of right answers over time, of all devices together, between the worst and the best of them."""
+    x, y, low, high = list[float](), list[float](), list[float](), list[float]()
+    bins: dict[int, dict[str, list[Answers]]] = {}
+    for each in answers:
+        bins.setdefault(int((each.at - stream.changed) // BIN_S), {}).setdefault(each.device, []).append(each)
+    for number, devices in sorted(bins.items()):
+        shares = [100 * (_share(found) or 0.0) for found in devices.values()]
+        x.append((number + 0.5) * BIN_S)
+        y.append(100 * (_share(each for found in devices.values() for each in found) or 0.0))
+        low.append(min(shares))
+        high.append(max(shares))
+    several = len({each.device for each in answers}) > 1
+    return plots.Line(name, x, y, low if several else (), high if several else ())
+
+
+def _drift(stream: Stream) -> plots.Line:
+    """Mean of what the runners said last, between the least and the largest."""
+    latest: dict[str, Said] = {}
+    said, x, y, low, high = list(stream.said), list[float](), list[float](), list[float](), list[float]()
+    at = stream.began
+    while at < stream.ended:
+        at += BIN_S
+        while said and said[0].at <= at:
+            first = said.pop(0)
+            latest[first.device] = first
+        if known := [each.drift for each in latest.values() if each.drift is not None]:
+            x.append(at - stream.changed)
+            y.append(fmean(known))
+            low.append(min(known))
+            high.append(max(known))
+    return plots.Line("", x, y, low, high)
+
+
+def _marked(plot: plots.Plot, marks: Sequence[tuple[float, str]]) -> plots.Plot:
+    """The plot with a line at each moment, named."""
+
+    def draw(axis: Any, tip: plots.Tip) -> None:
+        plot.draw(axis, tip)
+        for number, (at, said) in enumerate(marks):
+            axis.axvline(at, color=plots.INK, alpha=0.5, linewidth=1, linestyle=":")
+            place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "fontsize": 10}
+            axis.annotate(said, (at, 0.03 + 0.09 * (number % 2)), (3, 0), **place)
+
+    named = "; ".join(f"{said} at {at:.0f}" for at, said in marks)
+    return replace(plot, draw=draw, summary=f"{plot.summary}; {named}")
+
+
+def html(told: Told, pictures: Sequence[plots.Plot], moments: Sequence[Moment], began: float) -> str:
+    """The page on which a story ends."""
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.1f} %"
+
+    boards = page.Table(
+        ["board", "answers", "right at first", "inputs changed", "right now", "most drift", "had the bad model"],
+        [
+            [
+                board.name,
+                f"{board.answers:,}",
+                *map(percent, (board.before, board.dropped, board.after)),
+                "-" if board.drift is None else f"{board.drift:.2f}",
+                "never" if board.bad_s is None else f"{board.bad_s:.1f} s, {board.bad_answers} answers",
+            ]
+            for board in told.boards
+        ],
+    )
+    rollouts = page.Table(
+        ["rollout", "brings", "status", "offered to", "committed by", "took", "moved", "why"],
+        [
+            [
+                each.id,
+                each.brings,
+                each.status,
+                f"{each.offered} of {len(told.boards)} boards",
+                f"{each.committed} of {len(told.boards)}",
+                units.duration(each.seconds),
+                units.size(each.moved_bytes),
+                each.reason,
+            ]
+            for each in told.rollouts
+        ],
+        ["why"],
+    )
+    steps = page.Table(
+        ["second", "what", "command"],
+        [[f"{each.at - began:.0f}", each.said, each.command] for each in moments],
+        ["what", "command"],
+    )
+    tiles = [
+        (f"{told.seconds / 60:.1f}", "minutes"),
+        ("-" if told.energy_j is None else f"{told.energy_j:.1f}", "joules"),
+        (f"{told.moved_bytes / 1e6:.1f}", "megabytes"),
+        (percent(told.before), "right at first"),
+        (percent(told.dropped), "inputs changed"),
+        (percent(told.after), "right now"),
+        (f"{sum(board.bad_s is not None for board in told.boards)} of {len(told.boards)}", "had the bad model"),
+    ]
+    return page.render(
+        "story.html",
+        began=time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
+        version=fedquilt.__version__,
+        count=len(told.boards),
+        tiles=tiles,
+        pictures=page.drawn(*pictures),
+        sentences=sentences(told),
+        reason=told.reason,
+        boards=boards,
+        rollouts=rollouts,
+        steps=steps,
+    )
