@@ -62,11 +62,6 @@ class BoardStore:
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
         with _doing(home):
-            if not writes and not (home / NAME).is_file():
-                self._db = sqlite3.connect(":memory:")
-                self._db.executescript(_SCHEMA)
-                self._values = ", ".join(_VALUES)
-                return
             try:
                 self._db = self._opened(writes)
             except sqlite3.DatabaseError as error:
@@ -91,6 +86,8 @@ class BoardStore:
 
     def _opened(self, writes: bool) -> sqlite3.Connection:
         path = self._home / NAME
+        if not writes and not path.is_file():
+            return _empty()
         if writes:
             PRIVATE.ensure(path)  # SQLite gives its other files the same mode
             db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -103,6 +100,9 @@ class BoardStore:
                     f"{self._home / NAME} was written by a newer fedquilt (tables of version {found}, this one knows "
                     f"{VERSION}): install that version, or remove the file, on which no run depends"
                 )
+            if not found and not writes:  # whoever writes has not made all tables yet
+                db.close()
+                return _empty()
             if writes:
                 db.execute("pragma journal_mode=wal")
                 db.execute("pragma synchronous=off")
@@ -197,6 +197,12 @@ class BoardStore:
         query = f"select at, {self._values} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
+
+
+def _empty() -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:", check_same_thread=False)
+    db.executescript(_SCHEMA)
+    return db
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -336,3 +337,16 @@ def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
 def test_a_reading_of_one_message_is_that_message() -> None:
     """And a value that is not told is none."""
     assert boards.joined(None, 1, Telemetry(power_w=3.0), 30) == Reading(30, 3.0, 3.0)
+
+
+def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: Path) -> None:
+    """The file is there before its tables are, and one table before the other."""
+    for words in ((), ("create table boards (id integer primary key, device text unique not null, body blob)",)):
+        with contextlib.closing(sqlite3.connect(tmp_path / "boards.db")) as db:
+            for word in words:
+                db.execute(word)
+            db.commit()
+        (tmp_path / "boards.db").touch()
+        with BoardStore(tmp_path) as store:
+            assert store.boards() == []
+            assert store.latest(0.0) == {}
