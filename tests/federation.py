@@ -27,6 +27,7 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.tools import demo, simulation
 from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.simulation import children
 from fedquilt.transport import link as links
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
@@ -147,8 +148,9 @@ class Agents:
         command = (
             sys.executable,
             "-c",
-            simulation.agents.AGENT,
+            children.RUN,
             str(os.getpid()),
+            "agent",
             str(self._user.folder / f"{name}.toml"),
         )
         self._running[name] = self._user.start(*command, log=self.log)
