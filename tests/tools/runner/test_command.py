@@ -68,12 +68,21 @@ def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_
     assert (models / "served.json").stat().st_uid == user.uid
 
 
+HEARS_CTRL_C = """
+import signal, sys
+from fedquilt.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_folder_becomes_lines_of_json(user: User, models: Path, tmp_path: Path) -> None:
     """What lies there, and what appears."""
     log, place = tmp_path / "log", user.own("in")
     np.save(place / "a.npy", classifiers.image(250))
     user.owns(place / "a.npy")
-    process = user.start(*FEDQUILT, "serve-model", str(models), "--folder", str(place), "--threads", "1", log=log)
+    words = ("serve-model", str(models), "--folder", str(place), "--threads", "1")
+    process = user.start(sys.executable, "-c", HEARS_CTRL_C, *words, log=log)
     until(lambda: "a.npy" in log.read_text(), "the first answer")
     np.save(tmp_path / "b.npy", classifiers.image(5))
     (tmp_path / "b.npy").rename(place / "b.npy")
