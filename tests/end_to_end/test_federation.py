@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from processes import Processes, answers, facts, make_job
 from waiting import LIMIT_S, until
 
 from fedquilt import config
-from fedquilt.coordinator.facts import Answered, Committed, Declined, Ended
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.simulation import agents as fleet
 
@@ -33,9 +34,13 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
         processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
     processes.start("coordinator", tmp_path / "run.log", *run)
 
+    until(lambda: any(isinstance(fact, Asked) for fact in facts(home)), "the beginning of round 0")
+    held = processes.running[sorted(agents)[-1]]
+    held.send_signal(signal.SIGSTOP)  # so that the round cannot be over before somebody looks
     until(lambda: 1 <= answers(home, 0) < 3, "one or two answers in round 0")
     processes.kill("coordinator")
     processes.start("coordinator", tmp_path / "run.log", *run)
+    held.send_signal(signal.SIGCONT)
     until(lambda: answers(home, 0) == 3, "round 0 complete after the coordinator came back")
 
     victim = sorted(agents)[0]
