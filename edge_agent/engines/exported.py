@@ -70,7 +70,8 @@ def _require_network(network: Mapping[str, Any]) -> None:
 
 def _require_input(table: Any, name: str) -> None:
     try:
-        inputs.parse(config.convert(table, dict[str, Any], "[input]"))
+        found = config.convert(table, dict[str, Any], "[input]")
+        inputs.parse({key: value for key, value in found.items() if key != "standardise"})  # it has been done
     except JobError as error:
         raise _odd(name, error) from None
 
