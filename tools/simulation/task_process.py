@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +32,10 @@ class TaskProcess:
         data: the device's [data] table.
         find: finds a bundle's file on disk.
         folder: scratch.
+        command: of the process.
+        plugins: packages that its tasks may use; None: all that are installed.
+        most_s: longest that a task may take.
+        most_bytes: most that the process may hold resident; the budget alone is for its tasks to keep to.
     """
 
     def __init__(
@@ -40,7 +46,13 @@ class TaskProcess:
         data: Mapping[str, Any],
         find: Callable[[str], Path],
         folder: Path,
+        *,
+        command: Sequence[str] = COMMAND,
+        plugins: tuple[str, ...] | None = None,
+        most_s: float = math.inf,
+        most_bytes: int = sys.maxsize,
     ) -> None:
+        self._command, self._plugins, self._most_s, self._most_bytes = command, plugins, most_s, most_bytes
         self._method, self._engine, self._budget_bytes = method, engine, budget_bytes
         self._data, self._find, self._folder = dict(data), find, folder
         self._private: str | None = None
@@ -48,7 +60,7 @@ class TaskProcess:
         self.outside_bytes = 0
 
     def __enter__(self) -> TaskProcess:
-        self._child = Child(COMMAND, self._engine)
+        self._child = Child(self._command, self._engine)
         return self
 
     def __exit__(
@@ -99,6 +111,7 @@ class TaskProcess:
             private=self._private,
             cache=str(self._folder / "cache"),
             out=str(out),
+            plugins=self._plugins,
         )
         outcome = self.ask(asked)
         if outcome.code != "ok":
@@ -114,11 +127,17 @@ class TaskProcess:
 
     def _answer(self, child: Child, line: bytes) -> protocol.Outcome:
         child.send(line)
+        end_s = time.monotonic() + self._most_s
         while True:
             for event in child.receive():
                 if isinstance(event, protocol.Outcome):
                     self.outside_bytes = budget.peak_bytes(child.pid) or 0
                     return event
-            if child.gone:
+            if child.gone or child.garbled:
                 return child.obituary()
+            if time.monotonic() >= end_s:
+                return protocol.Outcome(code="failed", reason=f"it has not ended within {self._most_s:g} s")
+            if (held := child.look() or 0) > self._most_bytes:
+                reason = f"its process holds {budget.megabytes(held)}, more than {budget.megabytes(self._most_bytes)}"
+                return protocol.Outcome(code="memory", reason=reason)
             time.sleep(LOOK_S)

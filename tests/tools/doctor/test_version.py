@@ -1,0 +1,58 @@
+"""The small task of `fedquilt agent agent.toml --check`: one that passes, and what is told of those that do not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedquilt.core import JobError
+from fedquilt.edge_agent.task import confine
+from fedquilt.tools.doctor import version
+
+TELLS = """
+import json, sys
+order = json.loads(sys.stdin.readline())
+told = f"{order['task']['method']}, plugins {order['plugins']}, data {order['data']}"
+print(json.dumps({"type": "outcome", "code": "failed", "reason": told}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task's process may write below a scratch folder alone, which is deleted afterwards."""
+    homes: list[Path] = []
+    command = confine.command
+
+    def noted(home: Path) -> tuple[str, ...]:
+        homes.append(home)
+        return command(home)
+
+    monkeypatch.setattr(confine, "command", noted)
+    version.small_task()
+    (home,) = homes
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "limits", "said"),
+    [
+        ((sys.executable, "-c", "raise SystemExit('no numpy')"), {}, "process ended with code 1; it said: no numpy"),
+        ((sys.executable, "-c", TELLS), {}, f"fedavg, plugins [], data {version.DATA}"),
+        (("sh", "-c", "exec cat >&2"), {"TASK_S": 0.0}, "it has not ended within 0 s"),
+        (("sh", "-c", "exec cat >&2"), {"BUDGET_BYTES": 1}, "MB, more than 0 MB"),
+        (("/nowhere/python",), {}, "No such file or directory: '/nowhere/python'"),
+    ],
+    ids=["ends", "fails", "hangs", "too large", "does not start"],
+)
+def test_a_task_process_that_does_not_hold_is_told_in_its_words(
+    command: tuple[str, ...], limits: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order allows no plug-ins, and its data are drawn; a process that hangs or grows is ended."""
+    monkeypatch.setattr(confine, "command", lambda home: command)
+    for name, value in limits.items():
+        monkeypatch.setattr(version, name, value)
+    with pytest.raises(JobError, match="one small task has failed: ") as raised:
+        version.small_task()
+    assert said in str(raised.value)
