@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,11 @@ class Certified:
     def broker(self, name: str, kind: Any = "device", *, url: str = "mqtts://localhost", days_ago: float = 0) -> Broker:
         """An address with these files."""
         return Broker.parse(url, **self.files(name, kind, days_ago=days_ago))
+
+
+def of_another_version(pem: str) -> str:
+    """The certificate with a version of X.509 that there is not."""
+    der = ssl.PEM_cert_to_DER_cert(pem)
+    version = b"\xa0\x03\x02\x01\x02"
+    assert version in der[:20]
+    return ssl.DER_cert_to_PEM_cert(der.replace(version, b"\xa0\x03\x02\x01\x05", 1))

@@ -82,6 +82,7 @@ class Bench:
 
     def kill(self) -> None:
         self.killed += 1
+        self.events = []
 
     def fds(self) -> Sequence[int]:
         return ()

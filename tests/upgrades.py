@@ -74,7 +74,7 @@ def launcher(folder: Path, *words: str) -> list[str]:
 
 
 def toy(folder: Path, says: str = "", version: str = NEW) -> Path:
-    """A wheel of a fedquilt that is one line: its check ends well unless the line says otherwise."""
+    """A wheel of a fedquilt of one line: the check of that version ends well unless the line says otherwise."""
     return boards.wheel(
         folder,
         "fedquilt",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -32,3 +33,11 @@ def until(
         assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}; {told()}".removesuffix("; ")
         time.sleep(pause_s)
     return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

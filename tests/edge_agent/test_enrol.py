@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import ssl
 from pathlib import Path
 
 import pytest
+from certified import of_another_version
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
@@ -122,13 +122,6 @@ def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Si
     site.files.cert.unlink()
     with pytest.raises(JobError, match="no token"):
         enrol.wait(site.board, clock, pauses.append, flaky)
-
-
-def of_another_version(pem: str) -> str:
-    der = ssl.PEM_cert_to_DER_cert(pem)
-    version = b"\xa0\x03\x02\x01\x02"
-    assert version in der[:20]
-    return ssl.DER_cert_to_PEM_cert(der.replace(version, b"\xa0\x03\x02\x01\x05", 1))
 
 
 def test_an_authority_of_another_version_is_named(site: Site) -> None:

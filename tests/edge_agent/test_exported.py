@@ -39,12 +39,12 @@ def test_what_export_writes_is_read() -> None:
     ],
 )
 def test_anything_else_is_refused(name: str, table: Any) -> None:
-    """When it is read, and not when the first examples are prepared."""
+    """Metadata that nobody can use are refused when read, not when the first examples are prepared."""
     with pytest.raises(ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt export` writes it"):
         exported.read({name: json.dumps(table)})
 
 
 def test_what_prepare_has_computed_to_standardise_is_read() -> None:
-    """The table says both that it was wanted and what came of it."""
+    """An [input] table may hold `standardise` beside the mean and the deviation that came of it."""
     table = {"mean": [0.5], "std": [0.25], "standardise": True}
     assert exported.read({"input": json.dumps(table)}).input == table

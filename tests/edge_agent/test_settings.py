@@ -99,7 +99,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["9" * 400 + "MB", "0." + "1" * 5000 + "GB"], ids=len)
 def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
-    """One comes from the coordinator too, as a setting, and no float takes it."""
+    """A size comes from the coordinator too, as a setting, and no float takes so many digits."""
     with pytest.raises(JobError, match="is no size"):
         settings.size_bytes(text)
 
@@ -154,7 +154,7 @@ def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path
 
 
 def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_path: Path) -> None:
-    """Words of a command, never a line for a shell."""
+    """A hook is the words of a command, never a line for a shell."""
     file = tmp_path / "agent.toml"
     file.write_text('device = "d"\nhome = "h"\n[models]\nfolder = "srv"\nhook = ["systemctl", "reload", "triton"]\n')
     found = settings.load(file).models

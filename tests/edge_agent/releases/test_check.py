@@ -20,7 +20,7 @@ Laid = Callable[..., str]
 
 @pytest.fixture
 def laid(tmp_path: Path) -> Laid:
-    """Writes a model's file into a folder of its own, as a release is laid; returns its path."""
+    """A function that writes a model's file into a folder of its own, as a release is laid, and returns its path."""
 
     def lay(name: str, payload: bytes) -> str:
         path = tmp_path / name / "model.onnx"
@@ -37,7 +37,7 @@ def order(model: str, before: str | None = None, **changes: object) -> CheckOrde
 
 
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
-    """On the held-out share: the network whose classes are turned is right for those that are not."""
+    """Accuracy is of the held-out share: a network with some classes turned is right for the others."""
     events: list[Event] = []
     found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5))), events.append)
     assert (found.code, found.reason) == ("ok", "")
@@ -62,7 +62,7 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     ],
 )
 def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data: dict, said: str) -> None:
-    """Another input, other classes; and data that are not there."""
+    """Inputs of another shape, other classes, and data that are not there."""
     found = check.carry_out(order(laid("new", network(**made)), data=board_data(**data)))
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
@@ -71,7 +71,7 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
 
 
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
-    """Of a table, whose classes have names."""
+    """A table's classes have names, which a model may have too."""
     (tmp_path / "own.csv").write_text("a,b,y\n" + "1,2,day\n2,3,night\n" * 4)
     found = check.carry_out(
         order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
@@ -97,7 +97,7 @@ def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> No
 
 
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
-    """Before anything is loaded."""
+    """The check ends before anything is loaded."""
     found = check.carry_out(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "memory"
     assert "raise it" in found.reason
@@ -151,7 +151,7 @@ def trtexec(folder: Path, body: str) -> str:
 
 
 def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None:
-    """With the sizes that its first axis may have; a part of it never has its name."""
+    """trtexec is told the sizes of the first axis; an engine has its name once it is whole."""
     body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
     model = laid("new", network())
     found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
@@ -173,7 +173,7 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
 def test_a_failure_of_tensorrt_is_told_and_harmless(
     laid: Laid, tmp_path: Path, body: str, limit_s: float, note: str
 ) -> None:
-    """The model is served by ONNX Runtime then."""
+    """A model without an engine of TensorRT is served by ONNX Runtime."""
     model = laid("new", network())
     found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
     assert (found.code, found.note) == ("ok", note)

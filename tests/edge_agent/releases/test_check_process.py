@@ -73,7 +73,7 @@ def pids(place: Place) -> list[int]:
 
 
 def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
-    """Joules too, as the board has a meter; its memory is that of the process."""
+    """Joules are measured too, as the board has a meter; the memory is that of the process."""
     place.begin()
     verdict = place.verdict()
     assert verdict.refused == ""
@@ -92,7 +92,7 @@ def test_a_check_that_somebody_kills_is_made_again(place: Place) -> None:
 
 
 def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
-    """The budget is what its libraries alone hold."""
+    """The budget is what the libraries of the check's process hold."""
     place = Place(tmp_path, budget="20MB")
     try:
         place.begin()
@@ -103,7 +103,7 @@ def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
 
 
 def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
-    """And what was staged is gone."""
+    """A dropped release leaves nothing of what was staged."""
     place.begin()
     until(lambda: pids(place), "the process")
     place.models.drop()
@@ -115,7 +115,7 @@ def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
 def test_an_engine_is_built_by_trtexec_where_it_is_installed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the models' folder, which the confined process may write; it may not open a connection."""
+    """The engine is in the models' folder, which the confined process may write; connections are refused to it."""
     program = tmp_path / "bin/trtexec"
     program.parent.mkdir()
     program.write_text(

@@ -14,37 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 from linear_models import network
-from one_agent import Board
+from one_agent import Bench, Board
 from toy_kinds import release
-from waiting import until
+from waiting import alive, until
 
 from fedquilt.core import BlobRef, ModelError
 from fedquilt.edge_agent.releases import hook
 from fedquilt.edge_agent.releases.models import Models
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
-from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
+from fedquilt.edge_agent.task.protocol import Outcome, Progressed
 from fedquilt.wire import Limits, Release
-
-
-class Checks:
-    """A check's process of which the test says what it answers."""
-
-    def __init__(self) -> None:
-        self.orders: list[Any] = []
-        self.events: list[Event] = []
-
-    def start(self, order: Any, now_s: float) -> None:
-        self.orders.append(order)
-
-    def poll(self, now_s: float) -> list[Event]:
-        events, self.events = self.events, []
-        return events
-
-    def fds(self) -> tuple[int, ...]:
-        return ()
-
-    def close(self) -> None:
-        self.events = []
 
 
 class Place:
@@ -54,7 +33,7 @@ class Place:
         self.now_s, self.blobs = 100.0, root / "blobs"
         self.blobs.mkdir()
         self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
-        self.checks, self.board = Checks(), Board()
+        self.checks, self.board = Bench(), Board()
         self.models = Models(self.settings, self.board, self.checks, clock=lambda: self.now_s)
         self.folder = self.models.folder
 
@@ -91,7 +70,7 @@ def short(wanted: Release) -> str:
 
 @pytest.mark.parametrize("damage", ["[]", '{"model": 3}', "", None])
 def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place, damage: str | None) -> None:
-    """So the next one is compared with it, and the same one again does not take the folder away that is in use."""
+    """The next model is compared with that one; a file that does not belong to its folder's name is no model."""
     first = place.put(1)
     assert first.blob is not None
     note = place.folder / "current/release.json"
@@ -109,7 +88,7 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
 
 
 def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
-    """The one in use and the one before; others go, and what is somebody else's stays."""
+    """The model in use and the one before are kept; others are deleted, and what is somebody else's stays."""
     first, second, third = (place.put(serial) for serial in (1, 2, 3))
     (place.folder / "labels.txt").write_text("mine")
     (place.folder / "mine").mkdir()
@@ -140,7 +119,7 @@ def test_the_first_model_is_taken_back_to_none(place: Place) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"nonsense", network()[:-9]])
 def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, payload: bytes) -> None:
-    """And nothing that runs is touched; what was laid goes."""
+    """The model that runs stays; the refused file is deleted."""
     first = place.put(1)
     wanted, blob = place.release(2, payload)
     with pytest.raises(ModelError, match="the model cannot be run: it"):
@@ -151,7 +130,7 @@ def test_a_file_that_is_no_network_is_refused_before_its_check(place: Place, pay
 
 
 def test_a_folder_of_its_own_is_readable_by_its_group(tmp_path: Path) -> None:
-    """For a runner of another user; the agent's own blob stays private. Without, everything is private."""
+    """A runner of another user may read that folder; the agent's blobs, and models in its home, stay private."""
     before = os.umask(0o077)
     try:
         own, shared = Place(tmp_path), Place(make(tmp_path / "2"), folder=str(tmp_path / "srv/models"))
@@ -203,7 +182,7 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
 
 
 def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> None:
-    """Twice; then it is refused."""
+    """A check is made again twice; the third kill refuses the release."""
     begun(place)
     for times in (2, 3):
         place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
@@ -233,7 +212,7 @@ def told(place: Place, condition: Callable[[], bool] = lambda: True) -> str:
 
 
 def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
-    """Also after a return."""
+    """A return is an exchange too."""
     log = tmp_path / "log"
     command = ("sh", "-c", f'echo "$(readlink "$FEDQUILT_MODELS/current") $FEDQUILT_MODEL" >> {log}')
     place = Place(tmp_path, hook=command)
@@ -262,7 +241,7 @@ def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, .
 
 
 def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    """Nothing waits for it meanwhile."""
+    """The agent asks whether the hook runs, and waits for nothing."""
     pid = tmp_path / "pid"
     command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
     place = Place(tmp_path, hook=command, timeout_s=30.0)
@@ -275,14 +254,6 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
     until(lambda: not alive(sleeper), "the end of what it has started")
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 def test_no_hook_is_no_matter() -> None:
     none = hook.Hook((), 1.0)
     none.start({})
@@ -293,7 +264,7 @@ def test_no_hook_is_no_matter() -> None:
 
 
 def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
-    """A tenth of the answers more often than before: a twentieth failed with the old model too."""
+    """A twentieth of the answers failed with the old model too: the new one may add a tenth of all, and no more."""
     place.put(1)
     place.served(served=950, failed=50)
     assert place.models.ill() == ""
@@ -304,7 +275,7 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
-    """As of requests that are wrong themselves."""
+    """Requests that are wrong themselves fail with any model: fewer than five failures count for nothing."""
     place.put(1)
     place.served()
     assert place.models.ill() == ""
@@ -323,7 +294,7 @@ def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None
 
 
 def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
-    """Of a board without a runner nothing is expected."""
+    """A board without a runner is never ill of that."""
     first = place.put(1)
     place.now_s += 100.0
     assert place.models.ill() == ""
@@ -342,7 +313,7 @@ def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: 
 
 
 def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(place: Place) -> None:
-    """However short the soak is; and a runner that has been quiet for half a minute has to speak, or has failed."""
+    """A runner that answers with another model, or has been quiet for half a minute, is waited for until it is ill."""
     first = place.put(1)
     assert place.models.settled()  # there is no runner
     place.served(served=10)
@@ -364,7 +335,7 @@ def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(p
 
 
 def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> None:
-    """It never said a word of the new model; one that had ended before is not missed."""
+    """A runner that was there at the exchange has to speak; one that had ended before is not missed."""
     place.put(1)
     place.served(served=10)
     place.models.ill()
@@ -381,7 +352,7 @@ def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> N
 
 
 def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place) -> None:
-    """By the labels that arrive, more than the release allows and more than chance explains."""
+    """Labels that arrive show more wrong answers than the release allows, and than chance explains."""
     place.put(1)
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
@@ -422,7 +393,7 @@ def test_a_runners_file_that_is_damaged_says_nothing(place: Place, text: str) ->
 
 
 def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None:
-    """Whatever the clocks say: they may be set meanwhile."""
+    """A change shows that the runner writes, whatever the clocks say: they may be set meanwhile."""
     place.put(1)
     place.served(at=12.0, served=5)
     assert place.models.runner.look() is None

@@ -21,7 +21,7 @@ from fedquilt.blobs.transfer import Transfers
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.models import CURRENT, MODEL, Models
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.task.protocol import Event, Outcome
+from fedquilt.edge_agent.task.protocol import Asked, Outcome
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.transport.link import MemoryBroker
@@ -31,24 +31,11 @@ HOME = "/home"
 FIRST, SECOND = b"first model" * 50, b"second model" * 50
 
 
-class Checks:
+class Checks(Bench):
     """A check's process that finds nothing wrong, at once."""
 
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-
-    def start(self, order: object, now_s: float) -> None:
-        self._events = [Outcome(metrics={"accuracy": 0.9})]
-
-    def poll(self, now_s: float) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    def fds(self) -> tuple[int, ...]:
-        return ()
-
-    def close(self) -> None:
-        self._events = []
+    def start(self, order: Asked, now_s: float) -> None:
+        self.events = [Outcome(metrics={"accuracy": 0.9})]
 
 
 class Deployed:
@@ -153,7 +140,7 @@ def ended(made: Deployed, back: bool) -> None:
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("back", [False, True])
 def test_killed_at_every_call_of_its_disk_it_ends_as_if_it_had_not(tmp_path: Path, back: bool, power: bool) -> None:
-    """Right after the kill there is a whole model, and in the end the right one, and no other folder is left."""
+    """A whole model is in use right after the kill, the right one in the end, and no other folder is left."""
     number, died = 0, True
     while died:
         made, died = board(tmp_path / str(number)), False

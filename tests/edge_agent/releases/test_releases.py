@@ -93,7 +93,7 @@ def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: To
 
 
 def test_a_check_that_refuses_ends_the_release(site: Site, toy: ToyKind) -> None:
-    """With what was measured."""
+    """The end is told with what was measured."""
     toy.verdict = Verdict("its accuracy is 40.0%", {"accuracy": 0.4})
     deploy(site)
     site.run(5.0)
@@ -103,7 +103,7 @@ def test_a_check_that_refuses_ends_the_release(site: Site, toy: ToyKind) -> None
 
 
 def test_a_swap_that_fails_leaves_what_ran(site: Site, toy: ToyKind) -> None:
-    """The disk is full."""
+    """A full disk lets nothing be exchanged."""
     first = deploy(site)
     site.run(20.0)
     toy.fails["swap"] = StoreError("cannot exchange the model: No space left on device; free some space")
@@ -115,7 +115,7 @@ def test_a_swap_that_fails_leaves_what_ran(site: Site, toy: ToyKind) -> None:
 
 
 def test_a_release_larger_than_the_disk_is_refused(site: Site) -> None:
-    """Before anything is fetched."""
+    """Room is asked for before anything is fetched."""
     site.say("model", release(1, BlobRef(sha256="a" * 64, size=1 << 52)), retain=True)
     site.run(2.0)
     assert last(site).phase == "refused"
@@ -123,7 +123,7 @@ def test_a_release_larger_than_the_disk_is_refused(site: Site) -> None:
 
 
 def test_a_blob_that_cannot_be_had_is_asked_for_again(site: Site) -> None:
-    """The coordinator has it a little later."""
+    """A coordinator that has the blob a little later is asked in time."""
     payload = b"late"
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     site.say("model", release(1, ref), retain=True)
@@ -139,7 +139,7 @@ def test_a_blob_that_cannot_be_had_is_asked_for_again(site: Site) -> None:
 
 
 def test_no_task_begins_while_a_release_is_checked(site: Site, toy: ToyKind) -> None:
-    """Its memory is needed; a task that arrives is accepted and begins afterwards."""
+    """The check needs a task's memory: a task that arrives is accepted, and begins afterwards."""
     verdict, toy.verdict = toy.verdict, None
     deploy(site)
     site.run(2.0)
@@ -157,7 +157,7 @@ def test_no_task_begins_while_a_release_is_checked(site: Site, toy: ToyKind) -> 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_task_that_runs_is_waited_for_unless_the_release_is_forced(site: Site, toy: ToyKind, force: bool) -> None:
-    """A forced one is checked beside the task, which goes on."""
+    """A forced release is checked beside the task, which goes on."""
     site.ask()
     deploy(site, force=force)
     site.run(20.0)
@@ -171,7 +171,7 @@ def test_a_task_that_runs_is_waited_for_unless_the_release_is_forced(site: Site,
 
 
 def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None:
-    """It is fetched already."""
+    """The blob is fetched already: the check waits."""
     toy.need, site.board.available_bytes = 100_000_000, 99_000_000
     deploy(site)
     site.run(10.0)
@@ -203,7 +203,7 @@ def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others
 
 
 def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
-    """It says so, and goes on once the clock is set and the window open."""
+    """The board says so, and goes on once its clock is set and the window is open."""
     site.clock = lambda: site.broker.now_s
     deploy(site, window="00:00-23:59")
     site.run(20.0)
@@ -223,7 +223,7 @@ def test_a_text_that_is_no_window_is_refused(site: Site) -> None:
 
 
 def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: ToyKind) -> None:
-    """As the coordinator repeats it until it has heard; one of a smaller serial is old news."""
+    """The coordinator repeats a release until it has heard; a release of a smaller serial is old news."""
     wanted = deploy(site, 5)
     site.run(20.0)
     calls, told = list(toy.calls), len(site.all("installed"))
@@ -236,7 +236,7 @@ def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: 
 
 
 def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, toy: ToyKind) -> None:
-    """Its check is ended."""
+    """The check of the older release is ended."""
     verdict, toy.verdict = toy.verdict, None
     deploy(site)
     site.run(2.0)
@@ -250,7 +250,7 @@ def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, t
 
 
 def test_a_release_that_soaks_comes_to_its_end_before_the_next_one(site: Site, toy: ToyKind) -> None:
-    """So what the next one returns to has held."""
+    """What the next release would return to has held."""
     deploy(site)
     site.run(3.0)
     assert last(site).phase == "soaking"
@@ -261,7 +261,7 @@ def test_a_release_that_soaks_comes_to_its_end_before_the_next_one(site: Site, t
 
 
 def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> None:
-    """Once; and of a rollout that this board has never had there is nothing to take back."""
+    """A rollout is taken back once; of one that this board has never had there is nothing to take back."""
     first = deploy(site)
     site.run(20.0)
     deploy(site, 2)
@@ -277,7 +277,7 @@ def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> N
 
 
 def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
-    """Nothing ran before it, and nothing does then."""
+    """Nothing ran before the first release, and nothing runs after its return."""
     deploy(site)
     site.run(2.0)
     assert last(site).phase == "soaking"
@@ -287,7 +287,7 @@ def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
 
 
 def test_a_release_that_is_withdrawn_is_given_up(site: Site, toy: ToyKind) -> None:
-    """Its topic was emptied while it was checked. What soaks goes on."""
+    """An empty topic ends a check; a release that soaks goes on."""
     verdict, toy.verdict = toy.verdict, None
     deploy(site)
     site.run(2.0)
@@ -302,7 +302,7 @@ def test_a_release_that_is_withdrawn_is_given_up(site: Site, toy: ToyKind) -> No
 
 
 def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None:
-    """Another rollout of what runs; taking that back leaves it."""
+    """Another rollout of what runs is committed at once; taking that rollout back leaves the model."""
     wanted = deploy(site)
     site.run(20.0)
     site.say("model", release(2, wanted.blob), retain=True)
@@ -315,20 +315,20 @@ def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None
 
 
 def test_a_kind_that_this_board_does_not_exchange_is_refused(site: Site) -> None:
-    """It was started without."""
+    """The agent was started without that kind."""
     site.say("settings", release(1, kind="settings"), retain=True)
     assert (last(site).kind, last(site).phase) == ("settings", "refused")
 
 
 def test_a_release_on_the_topic_of_another_kind_is_dropped(site: Site) -> None:
-    """As bad bytes are."""
+    """Such a release counts as bad bytes."""
     site.say("agent", release(1), retain=True)
     assert site.agent.garbage.dropped == 1
     assert site.all("installed") == []
 
 
 def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
-    """The broker may have lost it."""
+    """A broker may have lost what was told."""
     deploy(site)
     site.run(20.0)
     told = len(site.all("installed"))
@@ -337,7 +337,7 @@ def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
 
 
 def test_telemetry_tells_what_the_runner_tells(site: Site) -> None:
-    """Nothing any more once it has written nothing for a minute."""
+    """A runner that has written nothing for a minute is left out of telemetry."""
     site.runner = Runner(site.folder, clock=lambda: site.broker.now_s)
     told = {"served": 120, "failed": 3, "drift": 0.25, "accuracy": 0.75, "labelled": 40, "model": "", "latency_s": None}
     (site.folder / "served.json").write_text(json.dumps({**told, "at": time.time()}))
@@ -351,7 +351,7 @@ def test_telemetry_tells_what_the_runner_tells(site: Site) -> None:
 def test_what_cannot_be_read_for_a_while_ends_nothing(
     site: Site, toy: ToyKind, caplog: pytest.LogCaptureFixture, calls: int
 ) -> None:
-    """From any call on that asks a kind what is in use; a task that runs is none of its business."""
+    """Any call that asks a kind what is in use may be the first to fail; a task that runs goes on."""
     site.ask()
     site.bench.finish()
     site.run()
@@ -381,7 +381,7 @@ def test_what_cannot_be_read_for_a_while_ends_nothing(
 @pytest.mark.parametrize("method", ["stage", "begin_check", "swap", "back", "drop"])
 @pytest.mark.parametrize("late", [False, True])
 def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, method: str, late: bool) -> None:
-    """Before the call has done anything, or after; the second release is ill, and returns to the first."""
+    """Death comes before the call has done anything, or after; the second release is ill, and returns to the first."""
     first = deploy(site)
     site.run(20.0)
     assert first.blob is not None
@@ -431,7 +431,7 @@ def test_something_that_returned_outside_the_agent_is_found(site: Site, toy: Toy
 
 
 def test_damaged_notes_are_forgotten(site: Site, toy: ToyKind, caplog: pytest.LogCaptureFixture) -> None:
-    """The release is still on the broker, and runs already."""
+    """A release that is still on the broker is found to run already."""
     deploy(site)
     site.run(20.0)
     (site.folder / "d/releases/model.json").write_bytes(b"nonsense")
@@ -442,7 +442,7 @@ def test_damaged_notes_are_forgotten(site: Site, toy: ToyKind, caplog: pytest.Lo
 
 
 def test_a_swap_that_cannot_be_noted_is_not_made(site: Site, toy: ToyKind) -> None:
-    """Else a process that begins would not know what ran before."""
+    """A process that begins has to know what ran before."""
     deploy(site)
     site.run(20.0)
     verdict, toy.verdict = toy.verdict, None

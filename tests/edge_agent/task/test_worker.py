@@ -103,7 +103,7 @@ def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> No
 
 
 def test_examples_that_have_come_meanwhile_are_there_for_the_next_run(place: Place) -> None:
-    """In a child that is kept: within a run a device's examples stay what they are."""
+    """A child that is kept reads the data again for another run; within a run a device's examples stay the same."""
     with child() as worker:
         first = carried_out(worker, place.order())
         np.savez(place.folder / "data.npz", x=np.ones((20, 4), np.float32), y=np.arange(20) % 2)

@@ -6,7 +6,6 @@ import hashlib
 import os
 import select
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -14,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import upgrades
 from boards import wheel
-from waiting import until
+from certified import of_another_version
+from waiting import alive, until
 
 from fedquilt import environment
 from fedquilt.core import BlobRef, FedquiltError, JobError, ModelError, StoreError
@@ -25,13 +26,20 @@ from fedquilt.disk import Disk
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.releases.kind import Verdict
 from fedquilt.edge_agent.upgrade import archive, build, launch
-from fedquilt.edge_agent.upgrade.kind import COMMAND, NO_LAUNCHER, AgentKind, Launched, launched
+from fedquilt.edge_agent.upgrade.kind import NO_LAUNCHER, AgentKind, Launched, launched
 from fedquilt.edge_agent.upgrade.launch import Choice
 from fedquilt.tools.identity.authority import Authority
 from fedquilt.wire import Release
 
 FLASHED = "f"
-HANGS = "import time, fedquilt.environment as e; e.compiled = lambda *given: time.sleep(600); "
+HANGS = """
+import time
+from fedquilt import environment
+from fedquilt.edge_agent.upgrade import build
+environment.compiled = lambda *given: time.sleep(600)
+build.main()
+"""
+HALF = (sys.executable, "-c", HANGS)  # builds an environment but for its last step: the tests end this process
 
 
 class Board:
@@ -121,7 +129,7 @@ def bundle(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bundle: Callable[..., Path]) -> None:
-    """Its own command is asked, with the agent's words; the old process goes on until it is asked to end."""
+    """The new version's own command is asked, with the agent's words; the old process goes on until asked to end."""
     file = bundle("import sys, fedquilt, msgspec; sys.exit(sys.argv[1:] != ['agent', 'a.toml', '--check'])")
     assert board.verdict(file) == Verdict("", {})
     release = board.release(file)
@@ -152,7 +160,7 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
 
 
 def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> None:
-    """To the one before, and once only, however often it is asked for."""
+    """The version before is in use again; another return, however often asked for, changes nothing."""
     file = bundle()
     new = board.take(file)
     for _ in range(2):
@@ -175,7 +183,7 @@ def test_there_is_nothing_before_the_flashed_version(board: Board) -> None:
 
 
 def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., Path]) -> None:
-    """By the version that runs again; the next release begins without it."""
+    """The version that runs again tells it; the next release begins without that reason."""
     board.take(bundle())
     choice = launch.read(board.versions)
     assert choice is not None
@@ -291,7 +299,7 @@ def test_versions_where_tasks_may_write_are_refused(tmp_path: Path, bundle: Call
 
 
 def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[..., Path]) -> None:
-    """By the certificate that the board has; the coordinator's key would not do."""
+    """A board believes the certificate that it has: a signature by another authority or of other bytes is refused."""
     ours, theirs = (Authority.create(tmp_path / name, name, time.time()) for name in ("ours", "theirs"))
     board = Board(tmp_path, unsigned=False)
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
@@ -306,17 +314,14 @@ def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[
 
 def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "ours", "ours", time.time())
-    der = ssl.PEM_cert_to_DER_cert((tmp_path / "ours/ca.crt").read_text())
-    version = b"\xa0\x03\x02\x01\x02"
-    assert version in der[:20]
-    (tmp_path / "odd.crt").write_text(ssl.DER_cert_to_PEM_cert(der.replace(version, b"\xa0\x03\x02\x01\x05", 1)))
+    (tmp_path / "odd.crt").write_text(of_another_version((tmp_path / "ours/ca.crt").read_text()))
     file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
     with archive.opened(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
         build.trusted(opened, str(tmp_path / "odd.crt"), unsigned=False)
 
 
 def test_what_the_launcher_says_may_be_damaged() -> None:
-    """It is an environment variable, which may hold any bytes."""
+    """An environment variable, which may hold any bytes, tells the agent of its launcher."""
     for said in ("", "{}", "\udcff", "[" * 100_000):
         assert launched({launch.LAUNCHED: said}) is None
 
@@ -368,20 +373,19 @@ def test_a_full_disk_at_the_swap_leaves_what_runs(board: Board, bundle: Callable
 
 
 class Crowded(Disk):
-    """Takes no small file any more."""
+    """A disk that takes no small file any more."""
 
     def put(self, path: object, payload: bytes, *, durable: bool = True) -> None:
         raise OSError(28, "No space left on device")
 
 
 def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bundle: Callable[..., Path]) -> None:
-    """Of the whole agent, at the last step before it has its name; the next process makes it anew."""
+    """SIGKILL comes at the last step before the environment has its name; the next process makes it anew."""
     file = bundle()
     release = board.release(file)
     assert release.blob is not None
     new = release.blob.sha256
-    half = (sys.executable, "-c", f"{HANGS}from fedquilt.edge_agent.upgrade import build; build.main()")
-    board.start(command=half)
+    board.start(command=HALF)
     board.kind.stage(release, file)
     board.kind.begin_check(release)
     until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
@@ -398,8 +402,8 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
 def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]) -> None:
     """kill -9 of the agent leaves no process that goes on building."""
     file = bundle()
-    told = msg(order(board, file))
-    code = f"import os, subprocess, sys; p = subprocess.Popen({list(half())!r}, stdin=subprocess.PIPE); " + (
+    told = msgspec.json.encode(order(board, file)).replace(b'"parent":0', b'"parent":PARENT')
+    code = f"import os, subprocess, sys; p = subprocess.Popen({list(HALF)!r}, stdin=subprocess.PIPE); " + (
         f"p.stdin.write({told!r}.replace(b'PARENT', str(os.getpid()).encode())); p.stdin.close(); "
         "print(p.pid, flush=True); p.wait()"
     )
@@ -411,20 +415,3 @@ def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]
     agent.wait()
     agent.stdout.close()
     until(lambda: not alive(child), "the check ends")
-
-
-def half() -> tuple[str, ...]:
-    return (*COMMAND[:1], "-c", f"{HANGS}from fedquilt.edge_agent.upgrade import build; build.main()")
-
-
-def msg(told: build.Order) -> bytes:
-    import msgspec
-
-    return msgspec.json.encode(told).replace(b'"parent":0', b'"parent":PARENT')
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
-    except OSError:
-        return False

@@ -53,7 +53,7 @@ def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
-    """As the alarm has ended it; after another boot nobody can tell, so it counts as one start."""
+    """The alarm has ended such a version; after another boot of the machine nobody can tell, so it is one start."""
     plant(tmp_path, B)
     choice, _ = begin(tried(), "f", "boot", 400.0, tmp_path)
     assert choice.returned == "it was not online within 300 s"
@@ -69,7 +69,7 @@ def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> 
 
 
 def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
-    """Neither is the one before, if that is gone as well."""
+    """The version before is not started either, if its environment is gone as well."""
     choice, said = begin(Choice("f", B, A), "f", "boot", 0.0, tmp_path)
     assert (choice.current, choice.failed) == ("", B)
     assert "is gone" in said
@@ -127,7 +127,7 @@ def start(folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
-    """A unit that starts it again and again: three starts of what ends at once, then the flashed version."""
+    """A unit starts the launcher again and again: three starts of what ends at once, then the flashed version."""
     folder = tmp_path / "versions"
     plant(folder, B)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, alive, until
 
 from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
@@ -161,14 +161,6 @@ def children(pid: int) -> list[int]:
     """The processes that a process has started, and what these have started."""
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*found, *(pid for each in found if alive(each) for pid in children(each))]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(
