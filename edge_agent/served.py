@@ -36,7 +36,7 @@ class Served(Told, frozen=True):
 
 
 class Runner:
-    """The runner, as its file tells of it. It is there while the file changes; clocks that are set do not matter.
+    """The runner, as its file tells: a runner is there while its file changes, whatever the board's clock says.
 
     Args:
         folder: of the models.
@@ -51,7 +51,7 @@ class Runner:
         self._changed_s = -math.inf  # when the file was last seen to have changed
 
     def look(self) -> Served | None:
-        """What it says now; None: it is not there. A file that is not of this form says nothing."""
+        """What the runner says now; None: no runner is there. A file of another form says nothing."""
         try:
             found = self._disk.stat(self._file)
             payload = None if found is None else self._disk.read(self._file, 0, SIZE_MOST)
@@ -66,7 +66,7 @@ class Runner:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which it has written nothing, as of the latest look."""
+        """Seconds for which the runner has written nothing, as of the latest look."""
         return self._clock() - self._changed_s
 
     @staticmethod

@@ -2,8 +2,8 @@
 
     python -m fedquilt.edge_agent.releases.check PARENT
 
-takes `CheckOrder`s as JSON lines on stdin, as a task's process takes its orders. Everything about it can be lost at any
-moment: all that it leaves is a TensorRT engine beside the model, which is renamed once it is whole.
+takes `CheckOrder`s as JSON lines on stdin, as a task's process takes its orders. The process may be killed at
+any moment: all that it leaves is a TensorRT engine beside the model, which is renamed once it is whole.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Hook:
         self._failed = ""
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Run it, with these variables beside the agent's own; one that still runs is ended."""
+        """Run the command, with these variables beside the agent's own; a run that goes on is ended first."""
         self.stop()
         self._failed = ""
         if not self._command:
@@ -53,7 +53,7 @@ class Hook:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended yet; one that takes too long is ended now."""
+        """Whether the command still runs; a run that takes too long is ended by asking."""
         if self._process is None:
             return False
         code = self._process.poll()
@@ -69,11 +69,11 @@ class Hook:
 
     @property
     def failed(self) -> str:
-        """Why its latest run did not end well, with its last words; "": it did, or has not ended."""
+        """Why the latest run of the command has failed, with its last words; "": no failure is known."""
         return "" if self.runs else self._failed
 
     def stop(self) -> None:
-        """End it with all that it has started."""
+        """End the command with all that it has started."""
         if self._process is not None:
             if self._process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

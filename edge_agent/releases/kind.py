@@ -47,7 +47,7 @@ class Kind(Protocol):
     def swap(self, release: Release) -> None:
         """Put the release in use, atomically, and keep what was in use as the previous one.
 
-        Called again for what is in use already after the agent was killed while that soaked: a hook runs once more.
+        An agent that was killed while a release soaked calls `swap` again for what is in use: a hook runs once more.
 
         Raises:
             StoreError: it cannot be written; what was in use still is.
@@ -57,8 +57,8 @@ class Kind(Protocol):
     def ill(self) -> str:
         """Why what is in use does not hold up; "": it does.
 
-        Asked while a release soaks, and when the agent begins and finds a release that was swapped or was about to be:
-        then it is why this process runs without it, if something outside the agent has returned to what ran before.
+        `ill` is asked while a release soaks, and by an agent that begins and finds a release swapped or about to be:
+        the answer is why this process runs without that release, if something outside the agent has returned from it.
         """
         ...
 

@@ -1,12 +1,12 @@
-"""How a device carries a release out, step by step. Pure: a state and an event give the next state and actions.
+"""Steps of a release on a device, as a pure function of a state and an event: the next state, and actions to take.
 
     wanted: waiting -> fetching -> waiting -> checking -> waiting -+-> swapping -> soaking -+-> committed
             (gate)                 (gate)                 (gate)   |                        +-> returning -> returned
                                                                    +-> refused
 
 `Noted` is on disk before the actions that follow are carried out, so that a process finds out where a killed one was.
-What comes before the swap is done anew then: the blob is here already, and a check repeated changes nothing. The swap
-is noted before it is made, together with what runs until then; a return likewise.
+All before the swap is done anew after a kill: the blob is on disk already, and a repeated check changes nothing. The
+swap is noted before it is made, together with what runs until then; a return likewise.
 
 A release with a smaller serial than the one in hand is old news, and one with the same is answered. One with a greater
 serial takes the place of a release that is not in use yet. A release that soaks first comes to its end, unless it is to

@@ -2,7 +2,7 @@
 
     python -m fedquilt.edge_agent.releases.start MODELS PARENT
 
-It gives up what it can before any library is imported, then is `fedquilt.edge_agent.releases.check`.
+The process gives up what it can before any library is imported, then is `fedquilt.edge_agent.releases.check`.
 """
 
 from __future__ import annotations

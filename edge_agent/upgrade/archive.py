@@ -4,7 +4,7 @@
     upgrade.sig      signature of upgrade.json by the fleet's authority; absent in a fleet without one
     wheels/*.whl
 
-`fedquilt flash --upgrade FILE` makes it. It has no settings and no secrets, so one serves every board of a kind.
+`fedquilt flash --upgrade FILE` makes a bundle: without settings and secrets, so that one serves all boards of a kind.
 """
 
 from __future__ import annotations

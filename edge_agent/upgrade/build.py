@@ -2,9 +2,10 @@
 
     python -m fedquilt.edge_agent.upgrade.build
 
-takes an `Order` as JSON on stdin. What it makes counts once it has its name, FOLDER/<sha256>, for which a folder
-that was synced is renamed; so it may be killed at any moment. It ends by becoming the new version, told to check
-itself: `fedquilt agent agent.toml --check`. Code 0: all is well. Else the last line on stderr says what is not.
+takes an `Order` as JSON on stdin. An environment counts once it has its name, FOLDER/<sha256>, for which a folder
+that was synced is renamed: the program may be killed at any moment. At its end the program becomes the new version,
+told to check itself: `fedquilt agent agent.toml --check`. Code 0: all is well. Else the last line on stderr says what
+is not.
 """
 
 from __future__ import annotations

@@ -192,14 +192,14 @@ class SettingsKind(Kind):
             raise ModelError(str(error)) from None
 
     def begin_check(self, release: Release) -> None:
-        """Nothing: `stage` has said it all."""
+        """Do nothing: `stage` has checked all."""
 
     def checked(self) -> Verdict | None:
-        """All is well."""
+        """Refuse nothing: `stage` would have."""
         return Verdict("", {})
 
     def swap(self, release: Release) -> None:
-        """Keep the settings and take them at once; a second time for the same release only that.
+        """Keep the settings and take them at once; settings of the same release that are kept already are only taken.
 
         Raises:
             StoreError: they cannot be written.
@@ -227,4 +227,4 @@ class SettingsKind(Kind):
         return True
 
     def drop(self) -> None:
-        """Nothing is staged."""
+        """Do nothing: `stage` leaves nothing."""

@@ -133,7 +133,7 @@ class AgentKind(Kind):
         return self._started.running if self._started.unable else self._choice().current
 
     def stage(self, release: Release, blob: Path | None) -> None:
-        """Look at the bundle: what it is for is checked here, its signature and wheels where they are unpacked.
+        """Check what the bundle is for; its signature and wheels are checked where they are unpacked.
 
         Raises:
             ModelError: this board cannot use it.

@@ -2,15 +2,15 @@
 
     python launch.py FOLDER [word of `fedquilt`]...
 
-The service manager starts this file instead of the agent, and starts it again whenever the agent has ended. It
-needs the standard library alone and nothing of the versions between which it chooses, so that no version can
-break it. FOLDER has what came over the air:
+The service manager starts this file instead of the agent, and starts it again whenever the agent has ended. The
+launcher needs the standard library alone and nothing of the versions between which it chooses, so that no version
+can break it. FOLDER has what came over the air:
 
     FOLDER/choice.json      which version is in use, which one was before, how the trial of a new one goes
     FOLDER/<sha256>/        one virtual environment each, named by the bundle that it was made of
 
-Without them, and whenever they are of no use, it starts the version that it was installed with ("flashed"). It
-becomes the agent by exec: the process that the service manager watches stays the same.
+Where FOLDER is empty or of no use, the launcher starts the version that it was installed with ("flashed"). The
+launcher becomes the agent by exec: the process that the service manager watches stays the same.
 
 A version on trial gets `STARTS_MOST` starts, and from each `online_s` seconds to reach its broker: an alarm that
 outlives the exec ends the process unless the agent cancels it. After that the launcher puts the version before in

@@ -101,7 +101,7 @@ def fleet(tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, u
 
 
 def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fleet) -> None:
-    """Each measured on the board's own held-out digits; the hook runs after each exchange."""
+    """Models are measured on the board's own held-out digits; the hook runs after each exchange."""
     good, better, bad = network(turned=3), network(), network(turned=10, gain=2)
     fleet.deploy("good", good)
     fleet.until("committed", "good")
@@ -123,7 +123,7 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
 
 
 def test_an_agent_that_is_killed_in_each_phase_goes_on_by_itself(fleet: Fleet) -> None:
-    """SIGKILL as soon as it tells of the phase; `current` leads to a whole model at each of them."""
+    """SIGKILL comes as soon as the agent tells of a phase; `current` leads to a whole model after each."""
     first, second = network(), network(gain=2)
     fleet.deploy("first", first)
     fleet.until("committed", "first")

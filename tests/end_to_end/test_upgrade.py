@@ -144,7 +144,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
 def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
     tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, units: Units
 ) -> None:
-    """It passes its own check; the canary returns by itself, says why, and nobody else gets it."""
+    """Such a version passes its own check; the canary returns by itself, says why, and nobody else gets it."""
     plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
     for table in plan.agents()[:2]:
         units.start(table, broker.url)
