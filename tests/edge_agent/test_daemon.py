@@ -13,9 +13,10 @@ from one_agent import Site
 from waiting import LIMIT_S
 
 from fedquilt import wire
-from fedquilt.core import JobError
+from fedquilt.core import JobError, Profile
 from fedquilt.edge_agent.daemon import run_agent
 from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.upgrade.central import FILE, Kept
 
 
 def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -41,15 +42,22 @@ def test_a_recorded_profile_that_cannot_be_used_is_named(tmp_path: Path, text: s
 def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(
     tmp_path: Path, embedded_broker: Any, stage: Any
 ) -> None:
-    """A real process on a real broker; it ends with code 0 and its presence stays as offline."""
+    """A real process on a real broker has what was set from afar, ends with code 0, and stays known as offline."""
     settings = tmp_path / "agent.toml"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / FILE).write_bytes(wire.encode(Kept(serial=1, set={"budget": "300MB"})))
     settings.write_text(
         f'device = "d"\nhome = "home"\nboard = "jetson-nano"\n[broker]\nurl = "{embedded_broker.url}"\n'
     )
     stage.join(embedded_broker.url, "watch", "fq/1/fleet/dev/d/up/#")
+
+    def heard(leaf: str) -> list[bytes]:
+        return [message.payload for message in stage.heard["watch"] if message.topic.endswith(f"up/{leaf}")]
+
     daemon = subprocess.Popen([sys.executable, "-m", "fedquilt.cli", "agent", str(settings)])
     try:
-        stage.until(lambda: any(message.topic.endswith("up/profile") for message in stage.heard["watch"]))
+        stage.until(lambda: heard("profile"))
+        assert wire.decode(heard("profile")[-1], Profile).budget_bytes == 300_000_000
         daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(timeout=LIMIT_S) == 0
     finally:
@@ -57,7 +65,7 @@ def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(
         daemon.wait()
 
     def offline() -> bool:
-        told = [m.payload for m in stage.heard["watch"] if m.topic.endswith("up/presence")]
+        told = heard("presence")
         return bool(told) and not wire.decode(told[-1], wire.Presence).online
 
     stage.until(offline)

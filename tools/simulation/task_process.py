@@ -1,4 +1,4 @@
-"""One device's tasks in the agent's own task process, to see what they hold: what its updates would tell in `Usage`."""
+"""One device's tasks in the agent's own task process: whether they end well, and what they hold (`Usage`)."""
 
 from __future__ import annotations
 
