@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import documents
 import msgspec
 import numpy as np
 import pytest
 
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.runner.drift import Drift, Reference, chi_squared, distance, numbers, place
 
 SEEDS = range(20)
@@ -40,12 +43,35 @@ def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
     alarms = looks = 0
     for seed in SEEDS:
         rng, drift = np.random.default_rng(seed), Drift()
-        for _ in range(120):
+        for _ in range(122):  # 20 until there is a reference, and 2 until LEAST images are compared with it
             score = seen(drift, *scene(rng, EVERY))
             looks += score is not None
             alarms += bool(score)
-    assert looks > 1900
+    assert looks == 2000
     assert alarms == 0
+
+
+@pytest.mark.parametrize("name", ["MNIST", "cifar10-10k.npz"])
+def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
+    """100 looks at shuffled images show no drift on any of 5 seeds; 500 images that are a tenth brighter do."""
+    path = documents.data() / name
+    if not path.exists():
+        pytest.skip(f"no {path}: FEDQUILT_TEST_DATA names another folder")
+    held = examples.load_all(DataSpec(path=str(path)))
+    x = np.moveaxis(held.x.reshape(*held.x.shape[:3], -1), 3, 1)  # (n, channels, height, width)
+    known, x = x[:2000].reshape(2000, -1) / 255, x[2000:]
+    means = np.stack([known[held.y[:2000] == label].mean(axis=0) for label in range(10)])
+
+    def answered(chosen: np.ndarray, brighter: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Images, and the scores of the classifier by the nearest mean of a class."""
+        made = (x[chosen] / 255 + brighter).astype(np.float32)
+        return made, made.reshape(len(made), -1) @ (2 * means.T) - np.square(means).sum(axis=1)
+
+    for seed in range(5):
+        drift, order = Drift(), np.random.default_rng(seed).permutation(len(x))
+        scores = [seen(drift, *answered(each)) for each in np.split(order[: 122 * EVERY], 122)]
+        assert [score for score in scores if score is not None] == [0.0] * 100
+        assert (seen(drift, *answered(order[122 * EVERY :][:500], brighter=0.1)) or 0) > 0.25, seed
 
 
 @pytest.mark.parametrize(
