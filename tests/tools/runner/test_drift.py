@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import documents
 import msgspec
 import numpy as np
 import pytest
 
+pytest.importorskip("onnxruntime")  # the runner's package needs it
+
+import documents
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.runner.drift import Drift, Reference, chi_squared, distance, numbers, place
