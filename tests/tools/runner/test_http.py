@@ -6,7 +6,13 @@ import io
 import json
 import socket
 import struct
+import threading
+import time
+import urllib.request
 import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +24,10 @@ pytest.importorskip("onnxruntime")
 import classifiers
 from runners import Running, npy, npz, png
 
+from fedquilt.tools import runner
 from fedquilt.tools.runner.http import CONNECTIONS
+from fedquilt.tools.runner.models import Models
+from fedquilt.tools.runner.service import Service
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -96,6 +105,34 @@ def test_what_is_no_request_is_refused(running: Running, request_: bytes, status
     assert head.split()[1] == str(status).encode(), answer
     assert json.loads(body)["error"]
     assert running.client.ask("GET", "/v1/health")[0] == 200
+
+
+def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
+    """The end of a runner waits for requests; this one goes on at the first wait, and is answered after it."""
+    service = Service(Models(models, threads=1))
+    begun, go_on, told = threading.Event(), threading.Event(), list[int]()
+    network = service._models.now.network
+    scores = network.scores
+
+    def slowly(x: np.ndarray) -> np.ndarray:
+        begun.set()
+        go_on.wait()
+        return scores(x)
+
+    def ask(url: str) -> None:
+        with urllib.request.urlopen(f"{url}v1/classify", npy(classifiers.image(250))) as answer:
+            told.append(answer.status)
+
+    network.scores = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set()))
+    with runner._listening(service, ("127.0.0.1", 0), anywhere=False) as url:
+        thread = threading.Thread(target=ask, args=(url,))
+        thread.start()
+        begun.wait()
+    waited = go_on.is_set()
+    go_on.set()
+    thread.join()
+    assert (waited, told) == (True, [200])
 
 
 def test_too_many_connections_are_refused_and_the_others_answered(running: Running) -> None:
