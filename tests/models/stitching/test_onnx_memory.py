@@ -110,7 +110,7 @@ def test_recurrent_layers_compute_all_gates_first() -> None:
 
 
 def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted() -> None:
-    """Its first output, the answers of all steps, has no name then."""
+    """The first output, the answers of all steps, has no name where only the last answer is used."""
     graph = helper.make_graph(
         [helper.make_node("GRU", ["x", "w", "r"], ["", "last"], hidden_size=3)],
         "g",

@@ -16,7 +16,7 @@ from fedquilt.tools.artefacts import classifier
 
 
 def test_two_threads_never_read_a_header_at_once(monkeypatch: Any) -> None:
-    """CPython 3.11 fails then now and again, "AST constructor recursion depth mismatch": good requests were refused."""
+    """Two threads in `ast` fail at times in CPython 3.11 ("AST constructor recursion depth mismatch")."""
     read, ends = np.lib.format.read_array_header_1_0, list[bool]()
     entered, second = threading.Event(), threading.Thread(target=lambda: classifier.array(npy(np.zeros(2))))
 

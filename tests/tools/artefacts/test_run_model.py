@@ -84,7 +84,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
 
 
 def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
-    """Its table says how many classes it has; one that predicts numbers is refused."""
+    """A trained network's table says how many classes it has; a network that predicts numbers is refused."""
     x = np.broadcast_to(LEVELS[:, None, None], (4, 4, 4))
     table = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
     model = classifiers.written(tmp_path / "trained.onnx", facts={"network": json.dumps(table)})

@@ -41,7 +41,7 @@ def seen(drift: Drift, x: np.ndarray, scores: np.ndarray) -> float | None:
 
 
 def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
-    """2,500 images each after the reference, looked at 100 times: not one of the 2,000 looks shows any drift."""
+    """Images that follow the reference are compared 100 times a seed: not one of the 2,000 looks shows any drift."""
     alarms = looks = 0
     for seed in SEEDS:
         rng, drift = np.random.default_rng(seed), Drift()
@@ -101,7 +101,7 @@ def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by
 
 
 def test_it_comes_back_to_0_when_the_inputs_do() -> None:
-    """What lies far back weighs little."""
+    """Examples that lie far back weigh little."""
     rng, drift = np.random.default_rng(0), Drift()
     seen(drift, *scene(rng, 1000))
     assert (seen(drift, *scene(rng, 500, brighter=0.2)) or 0) > 0.5
@@ -124,7 +124,7 @@ def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
 
 
 def test_small_samples_need_larger_distances() -> None:
-    """The same shares are drift in 10,000 examples, sqrt(0.3^2 / (8 ln 2)) about, and chance in 40."""
+    """Shares that differ alike are drift of about sqrt(0.3^2 / (8 ln 2)) in 10,000 examples, and chance in 40."""
     before, now = [100.0] * 10, [1.3, 0.7] * 5
     assert distance(before, [each * 4 for each in now], 1.0, 40) == 0.0
     assert distance([each * 100 for each in before], [each * 1000 for each in now], 1.0, 10_000) == pytest.approx(
@@ -134,7 +134,7 @@ def test_small_samples_need_larger_distances() -> None:
 
 
 def test_values_that_are_all_equal_are_left_by_any_other() -> None:
-    """A bin of its own for values that are exactly an edge."""
+    """Values that are exactly an edge have a bin of their own."""
     assert [place((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
     drift, scores = Drift(size=100), np.tile([[0.0, 1.0]], (100, 1))
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) is None
@@ -143,7 +143,7 @@ def test_values_that_are_all_equal_are_left_by_any_other() -> None:
 
 
 def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
-    """As JSON and back; what it holds are limits and counts, no more numbers for more examples."""
+    """A reference is the same after JSON; its limits and counts do not grow in number with the examples."""
     rng = np.random.default_rng(1)
     drift = Drift()
     seen(drift, *scene(rng, 500))

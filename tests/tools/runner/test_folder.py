@@ -21,7 +21,7 @@ from fedquilt.tools.runner.sources import Folder
 
 
 def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) -> None:
-    """Each once, again when it is replaced; what is half written waits, and what stays damaged is told."""
+    """A file is answered once, and again when replaced; a half-written one waits, a damaged one is an error."""
     lines: list[dict[str, Any]] = []
     clock, place = Clock(), tmp_path / "in"
     place.mkdir()

@@ -71,7 +71,7 @@ def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
 
 
 def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) -> None:
-    """By what the request says; its sender sees why, whether it waits for a word or not."""
+    """Content-Length decides; the sender reads the reason, with and without "Expect: 100-continue"."""
     status, told = running.client.post(bytes(100 << 20))
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
@@ -108,7 +108,7 @@ def test_what_is_no_request_is_refused(running: Running, request_: bytes, status
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
-    """The end of a runner waits for requests; this one goes on at the first wait, and is answered after it."""
+    """A runner that ends waits for the request under way, which here goes on only once that wait has begun."""
     service = Service(Models(models, threads=1))
     begun, go_on, told = threading.Event(), threading.Event(), list[int]()
     network = service._models.now.network
@@ -136,7 +136,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
 
 
 def test_too_many_connections_are_refused_and_the_others_answered(running: Running) -> None:
-    """64 that say nothing: the next is told to try again, and when one goes there is a place."""
+    """Beside 64 silent connections the next is told to try again; a connection that ends leaves a place."""
     quiet = [socket.create_connection(running.server.server_address[:2], timeout=60) for _ in range(CONNECTIONS)]
     until(lambda: running.server._places._value == 0, "all places taken")
     with socket.create_connection(running.server.server_address[:2], timeout=60) as line:

@@ -21,7 +21,7 @@ from fedquilt.tools.runner.service import Service
 
 
 def test_served_json_says_what_the_contract_says(running: Running, models: Path) -> None:
-    """Every few seconds while requests come; the keys that the agent reads."""
+    """The file has the keys that the agent reads, and is written every few seconds while requests come."""
     clock = Clock()
     running.service._clock = clock
     running.client.post(npy(classifiers.image(250)))
@@ -70,7 +70,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
 
 
 def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) -> None:
-    """What the old one began with says nothing about inputs of the new one; back again, it is compared as before."""
+    """Inputs are compared with the first ones of the same model, also where another was in use between."""
     for level in range(200):
         running.service.stored(classifiers.image(level % 80)[None])
     assert running.service.standing()["drift"] == 0.0
@@ -89,7 +89,7 @@ def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) 
 
 
 def test_a_new_model_that_has_answered_nothing_has_nothing_of_the_old_one(running: Running, models: Path) -> None:
-    """Drift, accuracy and labels of the one before are not told as its own, to `health` or to the agent."""
+    """Drift, accuracy and labels of the model before are not told as the new one's, by `health` or to the agent."""
     x = np.stack([classifiers.image(level % 80) for level in range(200)])
     running.client.post(npz(x=x, y=np.ones(200, int)))
     told = running.service.standing()
@@ -135,7 +135,7 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
 
 
 def test_an_npz_is_answered_example_by_example(running: Running) -> None:
-    """With labels of those that have any."""
+    """Labels in the file count in the accuracy."""
     x = np.stack([classifiers.image(level) for level in (10, 250)] * 20)
     status, told = running.client.post(npz(x=x, y=np.array([0, 1] * 20)))
     assert status == 200
@@ -144,7 +144,7 @@ def test_an_npz_is_answered_example_by_example(running: Running) -> None:
 
 
 def test_a_folder_that_cannot_be_written_stops_no_answer(running: Running, models: Path, monkeypatch: Any) -> None:
-    """Health says it."""
+    """`health` tells the error of the disk."""
 
     def full(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -77,7 +77,7 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
 
 
 def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, models: Path) -> None:
-    """The model is exchanged while an answer is under way: it names the model that it began with."""
+    """An answer that is under way while the model is exchanged names the model that it began with."""
     old, network = running.models.now, running.models.now.network
     begun, go_on, told = threading.Event(), threading.Event(), []
     scores = network.scores
@@ -102,7 +102,7 @@ def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, model
 
 @pytest.mark.parametrize("what", ["garbage", "labels", "nothing", "link"])
 def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models: Path, what: str) -> None:
-    """Health says why; when a good one comes, it is taken up and nothing is wrong any more."""
+    """`health` says why the new model is not in use, until the next good one is taken up."""
     (models / "c").mkdir()
     if what == "garbage":
         (models / "c" / "model.onnx").write_bytes(b"no network" * 100)
@@ -126,7 +126,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
 
 
 def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
-    """Not at every look, as loading costs memory and time; memory may be there later."""
+    """A failed load is repeated after AGAIN_S, not at every look: loading costs memory and time."""
     clock = Clock()
     found = Models(models, threads=1, clock=clock)
     (models / "c").mkdir()
@@ -143,7 +143,7 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
 
 
 def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
-    """A file that is replaced is taken up as well."""
+    """A runner of a file takes up another one that replaces it."""
     path = models / "a" / "model.onnx"
     assert Models(path, threads=1).now.sha256 == Models(models / "a", threads=1).now.sha256 == digest(path)
     found = Models(path, threads=1)
