@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import until
+from waiting import LIMIT_S, until
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -25,7 +25,8 @@ import classifiers
 from runners import Running, npy, npz, png
 
 from fedquilt.tools import runner
-from fedquilt.tools.runner.http import CONNECTIONS
+from fedquilt.tools.runner import http as addresses
+from fedquilt.tools.runner.http import BODIES_MOST, CONNECTIONS
 from fedquilt.tools.runner.models import Models
 from fedquilt.tools.runner.service import Service
 
@@ -70,8 +71,10 @@ def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
     assert running.service.failed == 1
 
 
-def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) -> None:
+def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running, monkeypatch: Any) -> None:
     """Content-Length decides; the sender reads the reason, with and without "Expect: 100-continue"."""
+    for name in ("LINGER_S", "LINGER_QUIET_S"):  # what a busy machine takes to send as much
+        monkeypatch.setattr(addresses, name, LIMIT_S)
     status, told = running.client.post(bytes(100 << 20))
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
@@ -105,6 +108,17 @@ def test_what_is_no_request_is_refused(running: Running, request_: bytes, status
     assert head.split()[1] == str(status).encode(), answer
     assert json.loads(body)["error"]
     assert running.client.ask("GET", "/v1/health")[0] == 200
+
+
+def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running: Running) -> None:
+    """A place that does not exist, and more bytes than all requests may hold: the same client goes on after both."""
+    body = npy(classifiers.image(250))
+    assert running.client.ask("POST", "/v1/else", body)[0] == 404
+    assert running.client.post(body)[0] == 200
+    with running.server.room(BODIES_MOST - len(body) + 1):
+        status, told = running.client.post(body)
+    assert (status, told["error"]) == (503, "too many requests wait: try again")
+    assert running.client.post(body)[0] == 200
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
