@@ -134,6 +134,45 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
     assert running.client.ask("POST", "/v1/label", '{"id": "x", "label": "dusk"}')[0] == 400
 
 
+def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models: Path) -> None:
+    """A reference with the bins of one number too few is made anew by the next answers."""
+    x = np.stack([classifiers.image(level % 80) for level in range(100)])
+    running.service.stored(x)
+    running.service.write()
+    kept = json.loads((models / "reference.json").read_text())
+    for each in kept.values():
+        each["counts"].pop()
+    (models / "reference.json").write_text(json.dumps(kept))
+    again = Service(Models(models, threads=1), models, size=100)
+    again.stored(x)
+    assert again.standing()["drift"] is None
+    again.stored(x)
+    assert again.standing()["drift"] == 0.0
+
+
+def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four answers the latest three may be labelled."""
+    monkeypatch.setattr(services, "AWAITED_MOST", 3)
+    first, *others = running.service.stored(np.stack([classifiers.image(250)] * 4))
+    with pytest.raises(services.UnknownAnswerError, match="or more than 3 came after it"):
+        running.service.label(first.id, 1)
+    assert all(running.service.label(each.id, 1) for each in others)
+
+
+def test_references_of_the_latest_models_alone_are_kept(
+    running: Running, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference of a second model takes the place of the first one's where one may be kept."""
+    monkeypatch.setattr(services, "REFERENCES_MOST", 1)
+    for name in ("a", "b"):
+        classifiers.lead(models, name)
+        running.models.look()
+        running.service.stored(np.stack([classifiers.image(level % 80) for level in range(100)]))
+        running.service.write()
+        kept = json.loads((models / "reference.json").read_text())
+        assert kept.keys() == {digest(models / name / "model.onnx")}
+
+
 def test_an_npz_is_answered_example_by_example(running: Running) -> None:
     """Labels in the file count in the accuracy."""
     x = np.stack([classifiers.image(level) for level in (10, 250)] * 20)
