@@ -19,6 +19,7 @@ import classifiers
 from runners import Clock, Running, digest, npy
 
 from fedquilt.core import ModelError
+from fedquilt.disk import REAL
 from fedquilt.tools.runner.models import AGAIN_S, Models
 
 
@@ -140,6 +141,18 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
     clock.now += AGAIN_S + 1
     assert not found.look()
     assert len(tried) == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sha256 of a file is read before the network, and would be that of another file."""
+
+    def late(path: Path) -> str:
+        os.utime(path, (0, 0))
+        return "00"
+
+    monkeypatch.setattr(REAL, "digest", late)
+    with pytest.raises(ModelError, match=r"model\.onnx was changed while it was read"):
+        Models(models, threads=1)
 
 
 def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
