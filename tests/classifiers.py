@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ import numpy as np
 LABELS = ("night", "day")
 
 
-def written(path: Path, *, labels: tuple[str, ...] = LABELS, gain: float = 1.0, turned: bool = False) -> Path:
+def written(
+    path: Path,
+    *,
+    labels: tuple[str, ...] = LABELS,
+    gain: float = 1.0,
+    turned: bool = False,
+    facts: Mapping[str, str] | None = None,
+) -> Path:
     """A network that tells dark images of 4 x 4 pixels from bright ones: gain * (0.5 - mean), gain * (mean - 0.5).
 
     Args:
@@ -19,6 +27,7 @@ def written(path: Path, *, labels: tuple[str, ...] = LABELS, gain: float = 1.0, 
         labels: its two labels.
         gain: makes another file of the same answers' order.
         turned: answers the other way round.
+        facts: what the file says of itself; None: its labels and its input, as a stitched network's does.
     """
     from onnx import TensorProto, helper, numpy_helper
 
@@ -37,8 +46,8 @@ def written(path: Path, *, labels: tuple[str, ...] = LABELS, gain: float = 1.0, 
         [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(bias, "b")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    facts = {"labels": json.dumps(labels), "input": json.dumps({"channels": 1, "size": 4})}
-    helper.set_model_props(model, facts)
+    usual = {"labels": json.dumps(labels), "input": json.dumps({"channels": 1, "size": 4})}
+    helper.set_model_props(model, usual if facts is None else dict(facts))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.SerializeToString())
     return path

@@ -42,7 +42,7 @@ from fedquilt.edge_agent.releases.protocol import CheckOrder
 from fedquilt.edge_agent.served import FILE, Runner, Served
 from fedquilt.edge_agent.upgrade import archive, build, central, kind, launch
 from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.tools.flash import over_the_air
+from fedquilt.tools.flash.bundle import pack
 
 OWN_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of orders that the agent itself gives
 
@@ -89,12 +89,12 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
         return None
 
     def signed(payload: bytes) -> object:
-        over_the_air.write(path, {archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, {})
+        pack({archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, path)
         with archive.opened(path) as bundle:
             build.trusted(bundle, ca, unsigned=False)
         assert payload == signature
 
-    over_the_air.write(folder / "right.tar", {archive.MANIFEST: manifest, archive.SIGNATURE: signature}, {})
+    pack({archive.MANIFEST: manifest, archive.SIGNATURE: signature}, folder / "right.tar")
 
     def certified(payload: bytes) -> object:
         pem.write_bytes(payload)

@@ -8,10 +8,9 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
-from waiting import LIMIT_S, until
+from waiting import until
 
 MOSQUITTO = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
 
@@ -67,14 +66,15 @@ class Mosquitto:
             self._process = subprocess.Popen(
                 [str(MOSQUITTO), "-c", str(self.folder / "mosquitto.conf")], stdout=log, stderr=log
             )
-        end_s = time.monotonic() + LIMIT_S
-        while time.monotonic() < end_s and self._process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return True
-            time.sleep(0.01)
-        self.kill()
-        return False
+        until(lambda: self._ended() or self._accepts(), "Mosquitto accepts connections", told=self.log)
+        return not self._ended()
+
+    def _ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def _accepts(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
 
 def _free_port() -> int:

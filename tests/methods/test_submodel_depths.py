@@ -153,7 +153,7 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
 
 
 def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
-    """A list with a value for each of the five tiers has five values, each in its bounds."""
+    """Params of methods with one value for each of the five tiers: a list of another length, a value out of bounds."""
     import msgspec
 
     bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [

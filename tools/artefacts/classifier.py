@@ -7,6 +7,7 @@ for them, and nothing in a file is code.
 from __future__ import annotations
 
 import io
+import math
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -148,9 +149,7 @@ def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 # -- arrays ---------------------------------------------------------------------------------------
 
-_PARSER: Final = (
-    threading.Lock()
-)  # numpy reads a header by `ast`, which fails in CPython 3.11 if two threads do at once
+_PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 
 
 def array(data: bytes) -> np.ndarray:
@@ -170,7 +169,7 @@ def array(data: bytes) -> np.ndarray:
     left = len(data) - file.tell()
     if kind.kind not in "fiub":
         raise DataError(f"an array of type {kind}: expected numbers")
-    if any(size < 0 for size in shape) or _product(shape) * kind.itemsize != left:
+    if any(size < 0 for size in shape) or math.prod(shape) * kind.itemsize != left:
         raise DataError(f"the array of shape {shape} and type {kind} is not the {left} bytes that are there")
     return np.frombuffer(data, kind, offset=file.tell()).reshape(shape, order="F" if order else "C")
 
@@ -217,10 +216,3 @@ def examples(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz"
     if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() >= labels):
         raise DataError(f"{name}: labels must be one of 0 to {labels - 1} for each of the {len(x)} images")
     return Examples(x, y)
-
-
-def _product(shape: Sequence[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found

@@ -97,7 +97,7 @@ class _Fleet:
 
     @property
     def home(self) -> Path:
-        """The coordinator's."""
+        """The coordinator's home."""
         return self.folder / HOME
 
     def models(self, device: str) -> Path:
@@ -148,7 +148,7 @@ class _Plot:
         self._moments: list[Moment] = []
 
     def play(self) -> tuple[told.Told, Stream, list[Moment]]:
-        """All of it: what came of it, and what it was made of."""
+        """Play the whole story; returns its result, the runners' answers and the moments."""
         fleet, count = self._fleet, len(self._fleet.devices)
         self._until(fleet.store.served, "the coordinator starts")  # else `run` would be one itself
         first_run = self._run("boards make a network")
@@ -165,8 +165,8 @@ class _Plot:
             last = self._deploy([JOB], ["--min-gain", "5pt", "--soak", "5s"], "done", "new model")
             streams.pace(fast=True)
             self._until(lambda: self._calm(streams, last), f"{count} runners learn what is normal with the new model")
-            since = min(each.at for each in streams.answers if each.model == _blob(last))
-            self._happened(f"{_right(streams, since, _blob(last))} of the answers are right, and no drift")
+            since = min(each.at for each in streams.answers if each.model == told.blob(last))
+            self._happened(f"{_right(streams, since, told.blob(last))} of the answers are right, and no drift")
         stream = Stream(self._began, changed_s, time.time(), streams.answers, streams.said, streams.failed)
         rollouts = [each.state.id for each in (first, bad, last)]
         return told.tell(fleet.home, fleet.store, [first_run, last_run], rollouts, stream), stream, self._moments
@@ -266,8 +266,8 @@ class _Plot:
         kept = self._deploy(["--model", BAD], ["--min-gain", "-15pt", "--soak", "15s"], "aborted", "bad model")
         for device, seconds in told.in_use(fleet.store, kept.state.id).items():
             self._happened(f"{device} had it for {seconds:.1f} s, and went back by itself:")
-        reason = next((each.reason for each in kept.state.heard.values() if each.reason), kept.state.reason)
-        self._teller.say(*textwrap.wrap(reason, columns.width(), initial_indent=" " * 10, subsequent_indent=" " * 10))
+        why, indent = told.reason(kept), " " * 10
+        self._teller.say(*textwrap.wrap(why, columns.width(), initial_indent=indent, subsequent_indent=indent))
         rest = len(fleet.devices) - len(kept.state.offered)
         self._happened(f"the rollout is aborted; {rest} of {len(fleet.devices)} boards were never offered it")
         return kept
@@ -279,7 +279,7 @@ class _Plot:
 
     def _calm(self, streams: Streams, kept: Kept) -> bool:
         """Whether every runner tells accuracy and drift of a rollout's model, and there is none."""
-        said, blob = streams.latest(), _blob(kept)
+        said, blob = streams.latest(), told.blob(kept)
         return all(
             (own := said.get(device)) is not None
             and own.model == blob
@@ -335,19 +335,14 @@ class _Plot:
             time.sleep(LOOK_S)
 
 
-def _blob(kept: Kept) -> str:
-    assert kept.state.plan.blob is not None
-    return kept.state.plan.blob.sha256
-
-
 def _right(streams: Streams, since: float, model: str = "") -> str:
     """Share of right answers since a time, of one model if it is given."""
-    found = [each for each in list(streams.answers) if each.at >= since and model in ("", each.model)]
-    return f"{sum(each.right for each in found) / max(1, sum(each.given for each in found)):.1%}"
+    found = (each for each in list(streams.answers) if each.at >= since and model in ("", each.model))
+    return f"{told.share(found) or 0.0:.1%}"
 
 
 def _opening(fleet: _Fleet) -> list[str]:
-    """What this is, for readers who do not know it."""
+    """Lines that introduce the story to readers who do not know it."""
     text = (
         f"{len(fleet.devices)} simulated boards, each with an agent and a model runner, have {len(fleet.train)} "
         "labelled digits. Networks that know MNIST get a new head, which is solved from sums that the boards send: "
@@ -358,7 +353,7 @@ def _opening(fleet: _Fleet) -> list[str]:
 
 
 def _ending(found: told.Told) -> list[str]:
-    """What came of it, and every board."""
+    """Lines that end the story: a row for each board, and the result in sentences."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
-import threading
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
+from fedquilt import threads
 from fedquilt.core import Examples
 
 BATCH: Final = 20  # images of one request
-SLOW_S, FAST_S = 0.5, 0.01  # between two requests to every runner
+SLOW_S, FAST_S = 0.5, 0.01  # between two requests to every runner, at least
 REQUEST_S: Final = 30.0
 SAMPLE_S: Final = 1.0  # between two looks at what runners say of themselves
 
@@ -63,7 +64,7 @@ class Streams:
         self.answers: list[Answers] = []
         self.said: list[Said] = []
         self.failed: list[str] = []  # why a request was not answered
-        self._sampled_s = 0.0
+        self._asked_s = self._sampled_s = -math.inf
 
     def pace(self, fast: bool) -> None:
         """Ask as often as runners can, or at leisure."""
@@ -77,34 +78,30 @@ class Streams:
         """What each runner wrote last."""
         return {said.device: said for said in list(self.said)}
 
-    def count(self, device: str, since: float, model: str = "") -> int:
-        """Answers of a device's runner since a time, of one model if it is given."""
-        found = (each for each in list(self.answers) if each.device == device and each.at >= since)
-        return sum(each.given for each in found if model in ("", each.model))
+    def count(self, device: str, since: float) -> int:
+        """Answers of a device's runner since a time."""
+        return sum(each.given for each in list(self.answers) if each.device == device and each.at >= since)
 
     @contextlib.contextmanager
     def flowing(self) -> Iterator[None]:
         """Ask in a thread of its own while the body runs."""
-        over = threading.Event()
-
-        def ask() -> None:
-            while not over.is_set():
-                for device in self._runners:
-                    self._ask(device)
-                if time.time() >= self._sampled_s + SAMPLE_S:
-                    self._sampled_s = time.time()
-                    self._sample()
-                over.wait(self._pause_s)
-
-        thread = threading.Thread(target=ask, name="stream", daemon=True)
-        thread.start()
         try:
-            yield
+            with threads.repeating(self._round, FAST_S, "stream"):
+                yield
         finally:
-            over.set()
-            thread.join()
             for link in self._links.values():
                 link.close()
+
+    def _round(self) -> None:
+        """Ask every runner, and look at what each says of itself, as far as they are due."""
+        now_s = time.monotonic()
+        if now_s >= self._asked_s + self._pause_s:
+            for device in self._runners:
+                self._ask(device)
+            self._asked_s = time.monotonic()
+        if now_s >= self._sampled_s + SAMPLE_S:
+            self._sampled_s = now_s
+            self._sample()
 
     def _ask(self, device: str) -> None:
         images = self._images

@@ -61,7 +61,7 @@ class Rolled(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """All of it."""
+    """Result of a story."""
 
     home: str  # of the coordinator, whose log has it all
     began: float  # seconds since 1970
@@ -79,7 +79,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Stream(NamedTuple):
-    """What was asked and answered."""
+    """Answers of the runners during a story."""
 
     began: float  # seconds since 1970, as all times
     changed: float  # the images did
@@ -103,7 +103,7 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
         StoreError: what is kept there cannot be read.
     """
     kept = [store.rollouts.find(id) for id in rollouts]
-    first, bad, last = (_blob(each) for each in kept)
+    first, bad, last = (blob(each) for each in kept)
     used = in_use(store, rollouts[1])
     whole = [costs.account(fact for _, _, fact in store.facts(run)).whole for run in runs]
     with BoardStore(home) as boards:
@@ -119,7 +119,7 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
     found = []
     for device in sorted(drifts):
         own = [each for each in stream.answers if each.device == device]
-        before, dropped, after = (_share(filter(group, own)) for group in groups)
+        before, dropped, after = (share(filter(group, own)) for group in groups)
         found.append(
             Board(
                 device,
@@ -132,7 +132,7 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
                 sum(each.given for each in own if each.model == bad),
             )
         )
-    before, dropped, after = (_share(filter(group, stream.answers)) or 0.0 for group in groups)
+    before, dropped, after = (share(filter(group, stream.answers)) or 0.0 for group in groups)
     rolled = tuple(_rolled(each) for each in kept)
     joules = [each.energy_j for each in whole if each.energy_j is not None]
     return Told(
@@ -148,7 +148,7 @@ def tell(home: Path, store: Store, runs: Sequence[str], rollouts: Sequence[str],
         runs=tuple(runs),
         rollouts=rolled,
         boards=tuple(found),
-        reason=next((each.reason for each in kept[1].state.heard.values() if each.reason), kept[1].state.reason),
+        reason=reason(kept[1]),
     )
 
 
@@ -166,9 +166,15 @@ def in_use(store: Store, rollout: str) -> dict[str, float]:
     return found
 
 
-def _blob(kept: Kept) -> str:
+def blob(kept: Kept) -> str:
+    """Sha256 of the model that a rollout brings."""
     assert kept.state.plan.blob is not None
     return kept.state.plan.blob.sha256
+
+
+def reason(kept: Kept) -> str:
+    """Why a rollout's model was taken back, as the first board that says why does."""
+    return next((each.reason for each in kept.state.heard.values() if each.reason), kept.state.reason)
 
 
 def _rolled(kept: Kept) -> Rolled:
@@ -186,7 +192,8 @@ def _rolled(kept: Kept) -> Rolled:
     )
 
 
-def _share(answers: Iterable[Answers]) -> float | None:
+def share(answers: Iterable[Answers]) -> float | None:
+    """Share of right ones among some answers; None: there are none."""
     found = list(answers)
     count = sum(each.given for each in found)
     return sum(each.right for each in found) / count if count else None
@@ -202,7 +209,10 @@ def sentences(told: Told) -> list[str]:
     whom = ", ".join(f"{board.name} for {board.bad_s:.1f} s ({board.bad_answers} answers)" for board in had)
     bad = f"The bad model was in use on {whom}; {spared} of {len(told.boards)} boards never had it."
     if not had:
-        bad = f"The bad model was in use on no board: it was refused in the check of {told.rollouts[1].offered}."
+        offered = told.rollouts[1].offered
+        bad = (
+            f"The bad model was in use on no board: it did not pass the check of {offered} board{'s' * (offered > 1)}."
+        )
     joules = "" if told.energy_j is None else f", {told.energy_j:.1f} J"
     return [
         f"Right answers: {told.before:.1%} before the inputs changed, {told.dropped:.1%} then, {told.after:.1%} now.",
@@ -235,9 +245,9 @@ def _line(name: str, answers: Sequence[Answers], stream: Stream) -> plots.Line:
     for each in answers:
         bins.setdefault(int((each.at - stream.changed) // BIN_S), {}).setdefault(each.device, []).append(each)
     for number, devices in sorted(bins.items()):
-        shares = [100 * (_share(found) or 0.0) for found in devices.values()]
+        shares = [100 * (share(found) or 0.0) for found in devices.values()]
         x.append((number + 0.5) * BIN_S)
-        y.append(100 * (_share(each for found in devices.values() for each in found) or 0.0))
+        y.append(100 * (share(each for found in devices.values() for each in found) or 0.0))
         low.append(min(shares))
         high.append(max(shares))
     several = len({each.device for each in answers}) > 1

@@ -283,10 +283,14 @@ def write(files: Mapping[str, bytes | Path], folder: Path) -> None:
                 path.write_bytes(data)
 
 
-def pack(files: Mapping[str, bytes | Path], path: Path, top: str) -> int:
-    """The bundle as a tar archive of one folder; its size. The same files make the same bytes.
+def pack(files: Mapping[str, bytes | Path], path: Path, top: str = "", *, private: bool = True) -> int:
+    """Write files as a tar archive; its size in bytes. The same files make the same bytes.
 
-    It may hold a key or a token, so only this user reads it.
+    Args:
+        files: name -> content, or the file that has it.
+        path: of the archive.
+        top: folder that all names are put into; "": none.
+        private: only this user reads the archive, as it may hold a key or a token.
 
     Raises:
         StoreError: it cannot be written.
@@ -295,11 +299,11 @@ def pack(files: Mapping[str, bytes | Path], path: Path, top: str) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + ".new")
         new.unlink(missing_ok=True)
-        new.touch(mode=0o600)
+        new.touch(mode=0o600 if private else 0o644)
         with tarfile.open(new, "w", format=tarfile.USTAR_FORMAT) as archive:
             for name in sorted(files):
                 data = files[name]
-                entry = tarfile.TarInfo(f"{top}/{name}")
+                entry = tarfile.TarInfo(f"{top}/{name}" if top else name)
                 entry.mode = 0o600 if name in SECRET else 0o644
                 entry.size = len(data) if isinstance(data, bytes) else data.stat().st_size
                 if isinstance(data, bytes):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 import fedquilt
-from fedquilt.disk import doing
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade.archive import Manifest
 from fedquilt.tools.flash import bundle, wheels
@@ -21,7 +18,7 @@ Say = Callable[[str], None]
 
 
 def manifest(house: Sequence[Path], target: Target, *, whole: bool, system_packages: bool = False) -> Manifest:
-    """What a bundle says of itself.
+    """Manifest of a bundle.
 
     Args:
         house: fedquilt's own wheel first, then what it needs.
@@ -57,33 +54,11 @@ def pack(made: Manifest, house: Sequence[Path], out: Path, sign: Callable[[bytes
         StoreError: it cannot be written.
     """
     text = msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
-    small = {archive.MANIFEST: text}
+    files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house if path.name in made.wheels}
+    files[archive.MANIFEST] = text
     if sign is not None:
-        small[archive.SIGNATURE] = sign(text)
-    write(out, small, {f"wheels/{path.name}": path for path in house if path.name in made.wheels})
-    return out.stat().st_size
-
-
-def write(out: Path, small: Mapping[str, bytes], files: Mapping[str, Path]) -> None:
-    """Write an archive of small contents and of files.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    with doing(f"write {out}"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        new = out.with_name(out.name + ".new")
-        with tarfile.open(new, "w", format=tarfile.USTAR_FORMAT) as packed:
-            for name, data in small.items():
-                entry = tarfile.TarInfo(name)
-                entry.size = len(data)
-                packed.addfile(entry, io.BytesIO(data))
-            for name, path in sorted(files.items()):
-                entry = tarfile.TarInfo(name)
-                entry.size = path.stat().st_size
-                with path.open("rb") as file:
-                    packed.addfile(entry, file)
-        new.replace(out)
+        files[archive.SIGNATURE] = sign(text)
+    return bundle.pack(files, out, private=False)
 
 
 def make(

@@ -39,8 +39,8 @@ def main(
     Args:
         place: as `fedquilt.tools.runner.models.target` takes it.
         listen: HOST:PORT to answer at, port 0 for any that is free; None: with `folder` or `camera`.
-        folder: whose files are answered to.
-        camera: path of a camera whose pictures are.
+        folder: folder whose files are answered to.
+        camera: path of a camera whose pictures are answered to.
         every_s: seconds between two pictures.
         threads: within one operation of the network; 0: one per core.
         labels: file with a name of a class in each line; None: as the network has them.

@@ -33,11 +33,12 @@ SMALL_MOST: Final = 4096  # bytes of a label
 CONNECTIONS: Final = 64  # further ones are refused with 503
 QUIET_S: Final = 10.0  # without a byte, after which a connection is closed
 LINGER_S: Final = 3.0  # for which the rest of a refused request is read, so that its sender sees why
+LINGER_QUIET_S: Final = 0.5  # without a byte meanwhile
 LINGER_BYTES: Final = 256 << 20
 
 
 class RefusedError(Exception):
-    """A request that is not carried out, with its HTTP status."""
+    """A request that is not carried out, with its HTTP status; its connection ends."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(said)
@@ -188,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             status, told = 200, carry_out()
         except RefusedError as error:
+            self.close_connection = True  # the body may be unread: no next request begins with it
             status, told = error.status, {"error": str(error)}
         except UnknownAnswerError as error:
             status, told = 404, {"error": str(error)}
@@ -226,7 +228,6 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         called = headers.get("host", "").rpartition(":")[0].lower()
         if guard.refusal(headers, (called,) if self.server.anywhere else ()) is not None:
-            self.close_connection = True
             raise RefusedError(
                 403, "this comes from somebody else's page, or calls the runner by a name: use its address"
             )
@@ -239,17 +240,14 @@ class _Handler(BaseHTTPRequestHandler):
         """
         given = self.headers.get("content-length")
         if given is None or not given.isascii() or not given.isdigit() or "transfer-encoding" in self.headers:
-            self.close_connection = True
             raise RefusedError(411, "a request has to say how many bytes follow (Content-Length)")
         if len(given) > 15 or int(given) > most:
-            self.close_connection = True
             raise RefusedError(413, f"{given[:20]} bytes in one request: at most {most} are read")
         return int(given)
 
     def _body(self, size: int) -> bytes:
         found = self.rfile.read(size)
         if len(found) < size:
-            self.close_connection = True
             raise RefusedError(400, f"the request ended after {len(found)} of {size} bytes")
         return found
 
@@ -277,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(0.5)
+            self.connection.settimeout(LINGER_QUIET_S)
             end_s, left = time.monotonic() + LINGER_S, LINGER_BYTES
             while left > 0 and time.monotonic() < end_s and (found := self.connection.recv(1 << 16)):
                 left -= len(found)

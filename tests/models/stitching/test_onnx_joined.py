@@ -21,6 +21,7 @@ GELU = (
     ("Mul", "v half", "f"),
     ("Mul", "f e", "g"),
 )
+PARTS = [kind for kind, _, _ in GELU]
 CONSTANTS = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "bias": np.ones(8), "wide": np.ones((8, 8))}
 
 
@@ -34,14 +35,14 @@ def kinds(*nodes: tuple[str, str, str], output: str = "y", perm: Sequence[int] =
 
 
 def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere() -> None:
-    """Whoever else uses the scaled values needs them in memory."""
+    """Scaled values are kept in memory where an operation beside the product takes them."""
     assert kinds(("Mul", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     used_twice = ("Mul", "x half", "a"), ("MatMul", "a wide", "b"), ("Add", "a b", "y")
     assert kinds(*used_twice) == ["Mul", "MatMul", "Add"]
 
 
 def test_a_scale_between_two_products_belongs_to_the_first() -> None:
-    """It is joined once: as the scale of the first one's result it is no factor of the second one."""
+    """A scale is joined once: as part of the first product it is no factor of the second."""
     assert kinds(("MatMul", "x wide", "a"), ("Mul", "a half", "b"), ("MatMul", "b wide", "y")) == ["MatMul", "MatMul"]
 
 
@@ -67,14 +68,23 @@ def test_what_the_graph_puts_out_is_not_joined_with_what_follows() -> None:
 
 
 def test_a_gelu_takes_its_bias_in_only_where_nothing_else_uses_the_sum() -> None:
-    """A shortcut around the GELU needs x with its bias."""
+    """A shortcut around the GELU needs the sum of x and bias in memory."""
     sums = ("Add", "x bias", "v")
     assert kinds(sums, *GELU, ("Relu", "g", "y")) == ["BiasGelu", "Relu"]
     assert kinds(sums, *GELU, ("Add", "g v", "y")) == ["Add", "Gelu", "Add"]
 
 
+def used_beside(value: str) -> list[str]:
+    """Operations of a GELU of which this value is added to the result."""
+    return kinds(("Relu", "x", "v"), *GELU, ("Add", f"g {value}", "y"))
+
+
 def test_a_gelu_whose_half_is_used_elsewhere_stays_in_its_parts() -> None:
-    """Half of x is needed in memory then."""
-    assert kinds(("Relu", "x", "v"), *GELU, ("Add", "g g", "y")) == ["Relu", "Gelu", "Add"]
-    parts = [kind for kind, _, _ in GELU]
-    assert kinds(("Relu", "x", "v"), *GELU, ("Add", "g f", "y")) == ["Relu", *parts, "Add"]
+    """Half of a GELU's input is kept in memory where another operation takes it."""
+    assert used_beside("g") == ["Relu", "Gelu", "Add"]
+    assert used_beside("f") == ["Relu", *PARTS, "Add"]
+
+
+def test_an_error_function_whose_input_is_used_elsewhere_stays_five_operations() -> None:
+    """The runtime keeps x / sqrt(2) where another operation than the error function takes it."""
+    assert used_beside("c") == ["Relu", *PARTS, "Add"]

@@ -10,42 +10,19 @@ import pytest
 
 from fedquilt.core import DataError, ModelError
 
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+import classifiers
 
-from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model  # noqa: E402
+from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model
 
 LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 
 
-def network(path: Path, facts: dict[str, str]) -> Path:
-    """Scores of "night" and "day": 0.5 - mean and mean - 0.5."""
-    value = helper.make_tensor_value_info
-    weights, bias = np.array([[-1.0, 1.0]], np.float32), np.array([0.5, -0.5], np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
-            helper.make_node("Flatten", ["pooled"], ["mean"]),
-            helper.make_node("Gemm", ["mean", "w", "b"], ["scores"]),
-        ],
-        "net",
-        [value("x", TensorProto.FLOAT, ["n", 1, 4, 4])],
-        [value("scores", TensorProto.FLOAT, ["n", 2])],
-        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(bias, "b")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    helper.set_model_props(model, facts)
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return network(
-        tmp_path / "net.onnx", {"labels": '["night", "day"]', "input": json.dumps({"channels": 1, "size": 4})}
-    )
+    return classifiers.written(tmp_path / "net.onnx")
 
 
 @pytest.fixture
@@ -107,13 +84,15 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
 
 
 def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
-    """Its table says how many classes it has; one that predicts numbers is refused."""
+    """A trained network's table says how many classes it has; a network that predicts numbers is refused."""
     x = np.broadcast_to(LEVELS[:, None, None], (4, 4, 4))
     table = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
-    model = network(tmp_path / "trained.onnx", {"network": json.dumps(table)})
+    model = classifiers.written(tmp_path / "trained.onnx", facts={"network": json.dumps(table)})
     rows = run_model(model, npz(tmp_path / "a.npz", x=x, y=np.array([0, 0, 1, 1])))
     assert [(row.label, row.truth) for row in rows] == [("0", "0"), ("0", "0"), ("1", "1"), ("1", "1")]
-    model = network(tmp_path / "numbers.onnx", {"network": json.dumps({**table, "task": "regression"})})
+    model = classifiers.written(
+        tmp_path / "numbers.onnx", facts={"network": json.dumps({**table, "task": "regression"})}
+    )
     with pytest.raises(ModelError, match="predicts regression, and a network that chooses one of several classes"):
         run_model(model, tmp_path / "a.npz")
 
@@ -124,7 +103,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
     with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt export` wrote"):
-        run_model(network(tmp_path / "other.onnx", {}), good)
+        run_model(classifiers.written(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match="there is no graph"):
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="neither a folder of images nor an"):

@@ -52,7 +52,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def test_it_shows_commands_and_what_came_of_them_in_eighty_columns(ended: Ended) -> None:
-    """In a pipe: no colours, nothing rewritten."""
+    """Output into a pipe has no colours, and no line is rewritten."""
     lines = ended.shown.replace(str(ended.out), "").splitlines()
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in ended.shown
@@ -142,7 +142,7 @@ def test_nothing_of_it_runs_on(ended: Ended) -> None:
 
 
 def test_no_silence_of_a_story_is_longer_than_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a clock of its own, with sentences between."""
+    """Ticks of 0.4 s on the test's clock, with a sentence now and then."""
     now_s, told_s = [0.0], [0.0]
     teller = Teller(True, lambda: now_s[0])
     for tick in range(1500):
@@ -157,7 +157,7 @@ def test_no_silence_of_a_story_is_longer_than_five_seconds(capsys: pytest.Captur
 
 
 def test_a_process_that_ends_ends_the_story_by_name(tmp_path: Path) -> None:
-    """Instead of a wait for what cannot come."""
+    """A story does not wait for what a process that is gone would have brought."""
     none = Examples(np.zeros((0, 8, 8), np.uint8), np.zeros(0, np.int64))
     gone = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     gone.wait()

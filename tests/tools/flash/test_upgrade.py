@@ -39,7 +39,7 @@ needs_target = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.
 def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What else it needs is named with its version; the signature is of the manifest as it lies there."""
+    """The manifest names all other packages with their versions; the signature is of its bytes in the bundle."""
     Authority.create(place / "fedquilt-ca", "site", time.time())
     assert flash() == 0
     said = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_whole_bundle_needs_nothing_of_the_board(place: Path, capsys: pytest.C
 
 
 def test_a_bundle_has_no_settings(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One serves all boards of a kind, and they keep theirs."""
+    """A bundle serves all boards of a kind, which keep settings of their own."""
     assert cli.main(["flash", "agent.toml", "--target", "arm64", "--python", "3.11", "--upgrade", "a.tar"]) == 2
     assert "--upgrade needs a --target, and no SETTINGS: boards keep theirs" in capsys.readouterr().err
 
@@ -92,7 +92,7 @@ def started(root: Root) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_path: Path, make: Make) -> None:
-    """By the unit's own command; flashing it once more sets aside what came over the air."""
+    """The unit's own command starts it; flashing the board once more sets aside what came over the air."""
     root = Root(plant(tmp_path / "root", python=sys.executable), say=lambda line: None)
 
     def flashed(name: str) -> Path:
@@ -119,7 +119,7 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
 
 
 def test_the_unit_may_write_where_versions_lie(make: Make) -> None:
-    """A folder of its own, outside of the agent's home, where tasks write; it does not start in that home either."""
+    """Versions lie outside of the agent's home, in which tasks write and the agent does not start either."""
     board = bundle.Board("orin-1", {"agent.toml": b""}, None)
     text = bundle.units(board)["fedquilt-agent.service"].decode()
     assert "StateDirectory=fedquilt fedquilt-agent\n" in text

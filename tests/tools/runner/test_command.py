@@ -77,7 +77,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_folder_becomes_lines_of_json(user: User, models: Path, tmp_path: Path) -> None:
-    """What lies there, and what appears."""
+    """Files that lie in the folder at the start, and one that appears later."""
     log, place = tmp_path / "log", user.own("in")
     np.save(place / "a.npy", classifiers.image(250))
     user.owns(place / "a.npy")
@@ -118,7 +118,7 @@ def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: py
 
 
 def test_a_camera_needs_opencv(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is named with its extra."""
+    """The error names the missing package and the extra that brings it."""
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(JobError, match=r"needs cv2, which is not installed: pip install 'fedquilt\[camera\]'"):
         runner.main(models, camera="/dev/video0")
@@ -153,7 +153,7 @@ class Video:
 
 
 def test_a_cameras_pictures_become_lines_of_json(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it gives none any more; one that is not there is named."""
+    """Pictures are answered until the camera gives none any more; a camera that is not there is named."""
     lines: list[str] = []
     video = Video()
     monkeypatch.setitem(sys.modules, "cv2", video)

@@ -6,6 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
+pytest.importorskip("onnxruntime")  # the runner's package needs it
+
+import documents
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.runner.drift import Drift, Reference, chi_squared, distance, numbers, place
 
 SEEDS = range(20)
@@ -36,16 +41,39 @@ def seen(drift: Drift, x: np.ndarray, scores: np.ndarray) -> float | None:
 
 
 def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
-    """2,500 images each after the reference, looked at 100 times: not one of the 2,000 looks shows any drift."""
+    """Images that follow the reference are compared 100 times a seed: not one of the 2,000 looks shows any drift."""
     alarms = looks = 0
     for seed in SEEDS:
         rng, drift = np.random.default_rng(seed), Drift()
-        for _ in range(120):
+        for _ in range(122):  # 20 until there is a reference, and 2 until LEAST images are compared with it
             score = seen(drift, *scene(rng, EVERY))
             looks += score is not None
             alarms += bool(score)
-    assert looks > 1900
+    assert looks == 2000
     assert alarms == 0
+
+
+@pytest.mark.parametrize("name", ["MNIST", "cifar10-10k.npz"])
+def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
+    """100 looks at shuffled images show no drift on any of 5 seeds; 500 images that are a tenth brighter do."""
+    path = documents.data() / name
+    if not path.exists():
+        pytest.skip(f"no {path}: FEDQUILT_TEST_DATA names another folder")
+    held = examples.load_all(DataSpec(path=str(path)))
+    x = np.moveaxis(held.x.reshape(*held.x.shape[:3], -1), 3, 1)  # (n, channels, height, width)
+    known, x = x[:2000].reshape(2000, -1) / 255, x[2000:]
+    means = np.stack([known[held.y[:2000] == label].mean(axis=0) for label in range(10)])
+
+    def answered(chosen: np.ndarray, brighter: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Images, and the scores of the classifier by the nearest mean of a class."""
+        made = (x[chosen] / 255 + brighter).astype(np.float32)
+        return made, made.reshape(len(made), -1) @ (2 * means.T) - np.square(means).sum(axis=1)
+
+    for seed in range(5):
+        drift, order = Drift(), np.random.default_rng(seed).permutation(len(x))
+        scores = [seen(drift, *answered(each)) for each in np.split(order[: 122 * EVERY], 122)]
+        assert [score for score in scores if score is not None] == [0.0] * 100
+        assert (seen(drift, *answered(order[122 * EVERY :][:500], brighter=0.1)) or 0) > 0.25, seed
 
 
 @pytest.mark.parametrize(
@@ -73,7 +101,7 @@ def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by
 
 
 def test_it_comes_back_to_0_when_the_inputs_do() -> None:
-    """What lies far back weighs little."""
+    """Examples that lie far back weigh little."""
     rng, drift = np.random.default_rng(0), Drift()
     seen(drift, *scene(rng, 1000))
     assert (seen(drift, *scene(rng, 500, brighter=0.2)) or 0) > 0.5
@@ -96,7 +124,7 @@ def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
 
 
 def test_small_samples_need_larger_distances() -> None:
-    """The same shares are drift in 10,000 examples, sqrt(0.3^2 / (8 ln 2)) about, and chance in 40."""
+    """Shares that differ alike are drift of about sqrt(0.3^2 / (8 ln 2)) in 10,000 examples, and chance in 40."""
     before, now = [100.0] * 10, [1.3, 0.7] * 5
     assert distance(before, [each * 4 for each in now], 1.0, 40) == 0.0
     assert distance([each * 100 for each in before], [each * 1000 for each in now], 1.0, 10_000) == pytest.approx(
@@ -106,7 +134,7 @@ def test_small_samples_need_larger_distances() -> None:
 
 
 def test_values_that_are_all_equal_are_left_by_any_other() -> None:
-    """A bin of its own for values that are exactly an edge."""
+    """Values that are exactly an edge have a bin of their own."""
     assert [place((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
     drift, scores = Drift(size=100), np.tile([[0.0, 1.0]], (100, 1))
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) is None
@@ -115,7 +143,7 @@ def test_values_that_are_all_equal_are_left_by_any_other() -> None:
 
 
 def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
-    """As JSON and back; what it holds are limits and counts, no more numbers for more examples."""
+    """A reference is the same after JSON; its limits and counts do not grow in number with the examples."""
     rng = np.random.default_rng(1)
     drift = Drift()
     seen(drift, *scene(rng, 500))

@@ -1,0 +1,98 @@
+"""A model runner in this process, clients of it, and what they send."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import struct
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.disk import REAL
+from fedquilt.tools.runner.http import Server
+from fedquilt.tools.runner.models import Models
+from fedquilt.tools.runner.service import Service
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Client:
+    """Asks a runner over one connection."""
+
+    def __init__(self, server: Server) -> None:
+        self._connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        self._connection.request(method, path, body, headers)
+        answer = self._connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    def post(self, body: Any, **headers: str) -> tuple[int, Any]:
+        return self.ask("POST", "/v1/classify", body, **headers)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Running:
+    """A runner in this process."""
+
+    def __init__(self, models: Path, clock: Clock | None = None) -> None:
+        self.models = Models(models, threads=1)
+        self.service = Service(self.models, models, size=100, **({"clock": clock} if clock else {}))
+        self.server = Server(self.service, "127.0.0.1", 0)
+        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+        self._clients: list[Client] = []
+        self.client = self.connect()
+
+    def connect(self) -> Client:
+        self._clients.append(Client(self.server))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+
+def digest(path: Path) -> str:
+    return REAL.digest(path)
+
+
+def npy(x: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, x)
+    return file.getvalue()
+
+
+def npz(**arrays: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def png(width: int, height: int, rows: bytes | None = None) -> bytes:
+    """A grey PNG that says it has this size, whatever is in it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packed = zlib.compress(b"\0" * (height * (width + 1)) if rows is None else rows)
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")

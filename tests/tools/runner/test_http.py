@@ -1,0 +1,165 @@
+"""Limits of a runner's addresses, and what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import struct
+import threading
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import LIMIT_S, until
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+import classifiers
+from runners import Running, npy, npz, png
+
+from fedquilt.tools import runner
+from fedquilt.tools.runner import http as addresses
+from fedquilt.tools.runner.http import BODIES_MOST, CONNECTIONS
+from fedquilt.tools.runner.models import Models
+from fedquilt.tools.runner.service import Service
+
+
+def member(name: str, data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as held:
+        held.writestr(name, data)
+    return file.getvalue()
+
+
+HEAD = np.lib.format.magic(1, 0)
+SAYS = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000, 1000000), }\n"
+BAD = {
+    "nothing": (b"", "no PNG or JPEG"),
+    "garbage": (b"\x00\xff" * 5000, "no PNG or JPEG"),
+    "half a PNG": (png(64, 64)[:60], "cannot read the image"),
+    "an image bomb": (png(60_000, 60_000, b""), "16 million pixels"),
+    "a large image": (png(5000, 4000), "16 million pixels"),
+    "a GIF": (b"GIF89a" + bytes(100), "no PNG or JPEG"),
+    "text of wrong rows": (npy(np.array(["a", "b"])), "expected numbers"),
+    "objects": (npz(x=np.array([1, 2]))[:200], "cannot read the .npz"),
+    "a pickle": (b"\x93NUMPY" + b"\x80\x04." * 10, "cannot read the array"),
+    "an array that says more": (HEAD + struct.pack("<H", len(SAYS)) + SAYS, "is not the 0 bytes that are there"),
+    "wrong shape": (npy(np.zeros((2, 3, 4, 5, 6), np.uint8)), "expected (n, h, w)"),
+    "a number": (npy(np.float64(3.0)), "expected (n, h, w)"),
+    "not finite": (npy(np.full((4, 4), np.nan)), "not finite"),
+    "a bomb in a zip": (member("x.npy", npy(np.zeros(4 << 20))), "unpacks to more"),
+    "no examples": (npz(z=np.zeros(3)), "expected under 'x_test' or 'x'"),
+    "labels out of range": (npz(x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 7])), "one of 0 to 1"),
+    "too many": (npz(x=np.zeros((2000, 4, 4), np.uint8)), "1 to 1024 are answered"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
+    """400 with a sentence; the next request of the same connection is answered."""
+    body, said = BAD[name]
+    status, told = running.client.post(body)
+    assert (status, said in told["error"]) == (400, True), told
+    assert running.client.post(npy(classifiers.image(250)))[0] == 200
+    assert running.service.failed == 1
+
+
+def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running, monkeypatch: Any) -> None:
+    """Content-Length decides; the sender reads the reason, with and without "Expect: 100-continue"."""
+    for name in ("LINGER_S", "LINGER_QUIET_S"):  # what a busy machine takes to send as much
+        monkeypatch.setattr(addresses, name, LIMIT_S)
+    status, told = running.client.post(bytes(100 << 20))
+    assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
+    status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
+    assert status == 413
+    assert running.server._bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\n\r\n", 411),
+        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 411),
+        (
+            b"POST /v1/label HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 16777217\r\n\r\n",
+            413,
+        ),
+        (b"GET /etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+        (b"POST /v1/else HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n", 404),
+        (b"DELETE /v1/health HTTP/1.1\r\nhost: localhost\r\n\r\n", 501),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no HTTP\r\n\r\n", 400),
+        (b"GET /v1/health HTTP/1.1\r\nhost: evil.example\r\n\r\n", 403),
+        (b"GET /v1/health HTTP/1.1\r\nhost: 127.0.0.1\r\norigin: http://evil.example\r\n\r\n", 403),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414),
+        (b'POST /v1/label HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"id": 3}', 400),
+    ],
+)
+def test_what_is_no_request_is_refused(running: Running, request_: bytes, status: int) -> None:
+    """Whatever comes, the answer is JSON with a sentence."""
+    with socket.create_connection(running.server.server_address[:2], timeout=60) as line:
+        line.sendall(request_)
+        line.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split()[1] == str(status).encode(), answer
+    assert json.loads(body)["error"]
+    assert running.client.ask("GET", "/v1/health")[0] == 200
+
+
+def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running: Running) -> None:
+    """A place that does not exist, and more bytes than all requests may hold: the same client goes on after both."""
+    body = npy(classifiers.image(250))
+    assert running.client.ask("POST", "/v1/else", body)[0] == 404
+    assert running.client.post(body)[0] == 200
+    with running.server.room(BODIES_MOST - len(body) + 1):
+        status, told = running.client.post(body)
+    assert (status, told["error"]) == (503, "too many requests wait: try again")
+    assert running.client.post(body)[0] == 200
+
+
+def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
+    """A runner that ends waits for the request under way, which here goes on only once that wait has begun."""
+    service = Service(Models(models, threads=1))
+    begun, go_on, told = threading.Event(), threading.Event(), list[int]()
+    network = service._models.now.network
+    scores = network.scores
+
+    def slowly(x: np.ndarray) -> np.ndarray:
+        begun.set()
+        go_on.wait()
+        return scores(x)
+
+    def ask(url: str) -> None:
+        with urllib.request.urlopen(f"{url}v1/classify", npy(classifiers.image(250))) as answer:
+            told.append(answer.status)
+
+    network.scores = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set()))
+    with runner._listening(service, ("127.0.0.1", 0), anywhere=False) as url:
+        thread = threading.Thread(target=ask, args=(url,))
+        thread.start()
+        begun.wait()
+    waited = go_on.is_set()
+    go_on.set()
+    thread.join()
+    assert (waited, told) == (True, [200])
+
+
+def test_too_many_connections_are_refused_and_the_others_answered(running: Running) -> None:
+    """Beside 64 silent connections the next is told to try again; a connection that ends leaves a place."""
+    quiet = [socket.create_connection(running.server.server_address[:2], timeout=60) for _ in range(CONNECTIONS)]
+    until(lambda: running.server._places._value == 0, "all places taken")
+    with socket.create_connection(running.server.server_address[:2], timeout=60) as line:
+        assert line.recv(1000).startswith(b"HTTP/1.1 503 ")
+    for each in quiet:
+        each.close()
+    until(lambda: running.server._places._value > 0, "a place")
+    assert running.client.post(npy(classifiers.image(1)))[0] == 200

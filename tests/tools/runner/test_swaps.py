@@ -1,0 +1,166 @@
+"""Models exchanged while a runner answers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import until
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+import classifiers
+from runners import Clock, Running, digest, npy
+
+from fedquilt.core import ModelError
+from fedquilt.disk import REAL
+from fedquilt.tools.runner.models import AGAIN_S, Models
+
+
+def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:
+    """Eight connections while `current` moves between two models that answer the other way round.
+
+    Every answer is the one that the model it names gives, and both have answered.
+    """
+    bodies = [npy(classifiers.image(level)) for level in (10, 40, 220, 250)]
+    right = {}
+    for name, order in (("a", (0, 0, 1, 1)), ("b", (1, 1, 0, 0))):
+        right[digest(models / name / "model.onnx")] = order
+    found: list[Counter[tuple[str, int, int]]] = [Counter() for _ in range(8)]
+    ended = threading.Event()
+
+    def ask(mine: Counter[tuple[str, int, int]]) -> None:
+        client = running.connect()
+        for number in range(1250):
+            which = number % 4
+            status, told = client.post(bodies[which])
+            assert status == 200, told
+            mine[told["model"], which, told["class"]] += 1
+
+    def swap() -> None:
+        while not ended.is_set():
+            before = running.models.now.sha256
+            classifiers.lead(models, "b" if os.readlink(models / "current") == "a" else "a")
+            assert running.models.look()
+            assert running.models.now.sha256 != before
+            seen = running.service.served
+            until(lambda seen=seen: ended.is_set() or running.service.served > seen + 300, "requests between two swaps")
+
+    errors: list[BaseException] = []
+
+    def guarded(body: Any, *given: Any) -> None:
+        try:
+            body(*given)
+        except BaseException as error:
+            errors.append(error)
+
+    asking = [threading.Thread(target=guarded, args=(ask, each)) for each in found]
+    swapping = threading.Thread(target=guarded, args=(swap,))
+    for thread in (*asking, swapping):
+        thread.start()
+    for thread in asking:
+        thread.join()
+    ended.set()
+    swapping.join()
+    assert not errors
+    every = sum(found, Counter[tuple[str, int, int]]())
+    assert sum(every.values()) == 10_000
+    assert {model for model, _, _ in every} == set(right)
+    assert all(right[model][which] == told for model, which, told in every)
+    assert running.service.swaps >= 5
+    assert running.service.health()["failed"] == 0
+
+
+def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, models: Path) -> None:
+    """An answer that is under way while the model is exchanged names the model that it began with."""
+    old, network = running.models.now, running.models.now.network
+    begun, go_on, told = threading.Event(), threading.Event(), []
+    scores = network.scores
+
+    def slowly(x: np.ndarray) -> np.ndarray:
+        begun.set()
+        go_on.wait()
+        return scores(x)
+
+    network.scores = slowly  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: told.append(running.connect().post(npy(classifiers.image(250)))))
+    thread.start()
+    begun.wait()
+    classifiers.lead(models, "b")
+    assert running.models.look()
+    go_on.set()
+    thread.join()
+    ((status, answer),) = told
+    assert (status, answer["model"], answer["name"]) == (200, old.sha256, "day")
+    assert running.client.post(npy(classifiers.image(250)))[1]["name"] == "night"
+
+
+@pytest.mark.parametrize("what", ["garbage", "labels", "nothing", "link"])
+def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models: Path, what: str) -> None:
+    """`health` says why the new model is not in use, until the next good one is taken up."""
+    (models / "c").mkdir()
+    if what == "garbage":
+        (models / "c" / "model.onnx").write_bytes(b"no network" * 100)
+    if what == "labels":  # three names for two outputs
+        classifiers.written(models / "c" / "model.onnx", labels=("x", "y", "z"))
+    if what == "link":
+        (models / "c" / "model.onnx").symlink_to("nowhere")
+    old = running.models.now.sha256
+    classifiers.lead(models, "c")
+    assert not running.models.look()
+    status, health = running.client.ask("GET", "/v1/health")
+    assert status == 200
+    assert health["model"] == old
+    assert health["trouble"].endswith("the one before answers meanwhile")
+    expected = {"garbage": "cannot be run", "labels": "there are 3 labels", "nothing": "there is no model"}
+    assert expected.get(what, "there is no model") in health["trouble"]
+    assert running.client.post(npy(classifiers.image(250)))[0] == 200
+    classifiers.lead(models, "b")
+    assert running.models.look()
+    assert running.client.ask("GET", "/v1/health")[1]["trouble"] == ""
+
+
+def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
+    """A failed load is repeated after AGAIN_S, not at every look: loading costs memory and time."""
+    clock = Clock()
+    found = Models(models, threads=1, clock=clock)
+    (models / "c").mkdir()
+    (models / "c" / "model.onnx").write_bytes(b"x")
+    classifiers.lead(models, "c")
+    tried: list[Path] = []
+    found._load, load = lambda path: (tried.append(path), load(path))[1], found._load  # type: ignore[method-assign]
+    for _ in range(5):
+        assert not found.look()
+    assert len(tried) == 1
+    clock.now += AGAIN_S + 1
+    assert not found.look()
+    assert len(tried) == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sha256 of a file is read before the network, and would be that of another file."""
+
+    def late(path: Path) -> str:
+        os.utime(path, (0, 0))
+        return "00"
+
+    monkeypatch.setattr(REAL, "digest", late)
+    with pytest.raises(ModelError, match=r"model\.onnx was changed while it was read"):
+        Models(models, threads=1)
+
+
+def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
+    """A runner of a file takes up another one that replaces it."""
+    path = models / "a" / "model.onnx"
+    assert Models(path, threads=1).now.sha256 == Models(models / "a", threads=1).now.sha256 == digest(path)
+    found = Models(path, threads=1)
+    os.replace(models / "b" / "model.onnx", path)
+    assert found.look()
+    with pytest.raises(ModelError, match=r"there is no model .*/nothing: `fedquilt deploy` puts one there"):
+        Models(models / "nothing")
