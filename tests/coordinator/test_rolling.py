@@ -256,6 +256,8 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
         ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
         ({"window": "02:00-02:00"}, "begins when it ends"),
         ({"select": ("Site Lab",)}, "selects no boards"),
+        ({"limits": wire.Limits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
+        ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
