@@ -160,6 +160,7 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
         (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
         (("--soak", "-1s"), "-1s is less than 0"),
         (("--max-peak", "much"), "'much' is no size"),
+        (("--max-peak", "-5MB"), "'-5MB' is no size"),
         (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
         (("--to", "Site Lab"), "selects no boards"),
     ],
@@ -173,8 +174,9 @@ def test_a_number_that_is_none_is_named(
     assert said in refused(capsys, "deploy", *words, "--model", str(file), "--home", str(home))
 
 
-def test_shares_points_and_times_are_read() -> None:
-    """With their signs and units."""
+def test_shares_points_times_and_sizes_are_read() -> None:
+    """Signs and units are those that --help shows; sizes are written as in agent.toml."""
+    assert [phased.size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
     assert [phased.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
     assert [phased.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
     assert [phased.seconds(each) for each in ("40ms", "60s", "10min", "2h", "1d")] == [
