@@ -20,7 +20,6 @@ from fedquilt import labels, wire
 from fedquilt.core import BlobRef, Count, JobError, Label, Name, Seconds, Sentence, derived
 
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
-Phase: TypeAlias = Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
 
 SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
@@ -97,7 +96,7 @@ class Heard(Fact, frozen=True):
 
     device: Name
     serial: Count
-    phase: Phase
+    phase: wire.Phase
     reason: Sentence = ""
     metrics: dict[Label, float] = {}
 
@@ -326,13 +325,6 @@ def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str,
         return ()
     pending = (device for device in state.offered if state.phase(device) not in SETTLED)
     return tuple(sorted(each for each in pending if _holds(state, each, fleet.get(each), now_s)))
-
-
-def next_s(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> float:
-    """Time at which `decide` may come to something without an event."""
-    pending = (device for device in state.offered if state.phase(device) not in SETTLED) if state.open else ()
-    ends = (_until_s(state, device, fleet.get(device)) for device in pending)
-    return min((end for end in ends if end > now_s), default=math.inf)
 
 
 def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
