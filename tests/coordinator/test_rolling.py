@@ -1,25 +1,19 @@
-"""Rollouts carried out by a coordinator: phases, abort, rollback, boards that are away, kills."""
+"""Rollouts carried out by a coordinator: phases, abort, rollback, boards that are away."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rolled import MODEL, OTHER, TOPICS, Ground, Judge, good
+from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
 from fedquilt.coordinator import requests
-from fedquilt.coordinator.rollouts import Aborted, Done, Heard, Offered, Passed, Plan
+from fedquilt.coordinator.rollouts import Done, Heard, Offered, Passed, Plan
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, StoreError
-from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.platter import Platter
-
-BAD: Judge = lambda device, release: "returned"  # noqa: E731
 
 
 @pytest.fixture
@@ -373,83 +367,6 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytes
     assert ground.store.unsound() == [first]
     with pytest.raises(StoreError, match="is damaged: fact 2"):
         ground.store.rollouts.find(first)
-
-
-# -- kills ----------------------------------------------------------------------------------------
-class Doomed:
-    """A coordinator's computer: its process ends at one of its calls to the disk or the broker."""
-
-    def __init__(self, folder: Path, at: int) -> None:
-        self.platter = Platter("/coordinator", folder)
-        self.calls, self.at, self.dead = 0, at, False
-
-    def __call__(self, what: str, where: object) -> OSError | None:
-        self.calls += 1
-        if self.dead or self.calls == self.at:
-            self.dead = True
-            raise Crash
-        return None
-
-    def disk(self) -> SimDisk:
-        return SimDisk(self.platter, self)
-
-
-def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable[[Ground], None]) -> Ground:
-    """A rollout whose coordinator ends at a call, and is started again."""
-    (folder / "databases").mkdir(parents=True)
-    doomed = Doomed(folder / "databases", -1)
-    ground = Ground(folder, doomed.disk(), Path("/coordinator"))
-    ground.fleet(6, judge)
-    ground.deploy(name="new", patience_s=60.0, phases=(0.5, 1.0))
-    doomed.calls, doomed.at = 0, at
-    ground.calls = doomed  # type: ignore[attr-defined]
-
-    def mortal() -> None:
-        publish = ground.link.publish
-        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)  # type: ignore[method-assign, func-returns-value]
-
-    mortal()
-    while True:
-        try:
-            steps(ground)
-            return ground
-        except Crash:
-            ground.broker.lose(ground.link)
-            doomed.dead = False
-            ground.disk.end()  # type: ignore[attr-defined]
-            doomed.platter.power_fails(random.Random(at)) if power else doomed.platter.processes_end()
-            ground.disk = doomed.disk()
-            ground.start()
-            mortal()
-
-
-@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
-    """All boards have it in the end, each was offered it once, and none swapped it twice."""
-    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
-    assert calls > 60
-    for at in range(1, calls, 5):
-        ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
-        state = ground.state()
-        assert state.status == "done", at
-        assert len(ground.having()) == 6
-        offered = [fact.devices for _, _, fact in ground.store.rollouts.facts(state.id) if isinstance(fact, Offered)]
-        assert sorted(sum(offered, ())) == sorted(state.offered)
-
-
-@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
-    tmp_path: Path, power: bool
-) -> None:
-    """It is aborted, and nobody runs it in the end."""
-    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
-    for at in range(1, calls, 3):
-        ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
-        assert ground.state().status == "aborted", at
-        assert len(ground.ever()) == 1
-        assert ground.having() == []
-        facts = ground.store.rollouts.facts(ground.state().id)
-        assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
 
 
 def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
