@@ -11,6 +11,7 @@ from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
 from fedquilt.coordinator import requests
+from fedquilt.coordinator.rolling import SETTLE_S
 from fedquilt.coordinator.rollouts import Done, Heard, Offered, Passed, Plan
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, StoreError
@@ -29,7 +30,7 @@ def told(ground: Ground, *kinds: type) -> list[Any]:
 
 # -- phases ---------------------------------------------------------------------------------------
 def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
-    """The canary first, and the next share only once those before have committed."""
+    """The next share of the fleet is offered the model only once all boards offered before have committed it."""
     ground.fleet(20)
     id = ground.deploy(canary=0.05, phases=(0.25, 1.0))
     ground.play(30.0)
@@ -42,7 +43,7 @@ def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
 
 
 def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> None:
-    """It ends by itself, and nobody runs it afterwards; what is deployed next reaches all."""
+    """The bad rollout ends by itself, and no board runs its model afterwards; the next rollout reaches all boards."""
     ground.fleet(200, lambda device, release: "returned" if release.name == "bad" else "committed")
     bad = ground.deploy(MODEL, name="bad")
     ground.play(40.0)
@@ -56,7 +57,7 @@ def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> N
 
 
 def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground: Ground) -> None:
-    """Those that have it return, by a release of a later serial."""
+    """Boards that had taken the model return to what they ran before."""
     boards = ground.fleet(40)
     id = ground.deploy(canary=0.05, phases=(0.5, 1.0))
     ground.play(0.2)
@@ -70,8 +71,19 @@ def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(grou
     assert len(ground.ever()) == 2
 
 
+def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground: Ground) -> None:
+    """The canary is a share of all boards, not of those that came within the first second or two."""
+    ground.deploy(canary=0.25, phases=(1.0,))
+    boards = ground.fleet(40, away=39)
+    ground.play(SETTLE_S / 2)
+    for board in boards[1:]:
+        board.come()
+    ground.play(SETTLE_S)
+    assert len(told(ground, Offered)[0].devices) == 10
+
+
 def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> None:
-    """All that the plan says."""
+    """Limits, soak, window, force and name are those of the plan."""
     (board,) = ground.fleet(1)
     limits = wire.Limits(min_gain=-0.005, max_latency_s=0.04)
     id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
@@ -84,7 +96,7 @@ def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> Non
 
 
 def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
-    """Others are not asked, now or later."""
+    """Boards with another label are not asked, now or later."""
     ground.fleet(3, labels=("site=lab",))
     ground.fleet(3, labels=("site=hall",))
     id = ground.deploy(select=("site=lab",))
@@ -95,7 +107,7 @@ def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
 
 # -- boards that are away -------------------------------------------------------------------------
 def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
-    """It holds nobody up; known from before, or new."""
+    """Neither a board that was known before nor a new one holds the rollout up while it is off."""
     boards = ground.fleet(8)
     ground.play(1.0)
     boards[3].go()
@@ -114,7 +126,7 @@ def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(gr
 
 
 def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
-    """A job would wait for it for a moment; a canary would hold the rollout up."""
+    """A job would wait for the board for a moment; as a canary it would hold up the rollout."""
     boards = ground.fleet(30)
     ground.play(6.0)
     for board in boards[1:]:
@@ -126,7 +138,7 @@ def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
 
 
 def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground) -> None:
-    """A broker may lose what it keeps; a signed message is of one session."""
+    """A broker may lose the messages that it retains, and a signed message is valid in one session alone."""
     boards = ground.fleet(4)
     ground.play(1.0)
     boards[0].go()
@@ -141,7 +153,7 @@ def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground)
 
 
 def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Ground) -> None:
-    """Such as an agent that knows no releases; at least one has to have answered."""
+    """An agent that knows no releases never answers; a step passes without it once at least one board has answered."""
     boards = ground.fleet(4)
     for board in boards:
         board.take = lambda release: None  # type: ignore[method-assign]
@@ -159,7 +171,7 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
 
 
 def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground) -> None:
-    """It may be the model that it fell silent by."""
+    """The new model may be why the board fell silent."""
     ground.fleet(4, lambda device, release: "soaking")
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
     ground.play(10.0)
@@ -176,7 +188,7 @@ def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground)
 
 # -- people ---------------------------------------------------------------------------------------
 def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
-    """Boards that have it return, also one that was away; the state stays so."""
+    """Boards that run the model return to what they ran before, also one that was away when the rollout was ended."""
     boards = ground.fleet(10, lambda device, release: "soaking")
     id = ground.deploy(canary=0.3, phases=(1.0,))
     ground.play()
@@ -196,7 +208,7 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
-    """To what ran before; and boards that come later do not get it."""
+    """Boards return to the model before; a board that comes later gets that one, which is in force again."""
     ground.fleet(6)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -217,7 +229,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
 
 @pytest.mark.parametrize("ended", ["aborted", "rolled back"])
 def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
-    """Also if that was taken back: its boards keep no model from before the earlier one, so nothing would happen."""
+    """A board keeps one former model: once a later rollout was undone, none from before the earlier one is left."""
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -235,7 +247,7 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
 
 
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
-    """The second is refused by the name of the first, with the mend."""
+    """Whoever deploys a second model is told which rollout is under way, and how to end it."""
     id = ground.deploy()
     with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt deploy --abort {id} --home"):
         ground.deploy(OTHER)
@@ -255,7 +267,7 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
-    """Before anything is queued."""
+    """A plan that is refused is not queued."""
     with pytest.raises(JobError, match=said):
         ground.deploy(**changes)
     assert ground.store.rollouts.all() == []
@@ -263,7 +275,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: d
 
 # -- odd boards -----------------------------------------------------------------------------------
 def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
-    """Its home was put back, or another coordinator has it: this release would be old news to it."""
+    """A coordinator whose home was put back, or a second one, sends releases that are older than what the board has."""
     (board,) = ground.fleet(1)
     board.serial = 1 << 40
     board.take = lambda release: (
@@ -279,7 +291,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
 
 
 def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
-    """What it says is not noted any more."""
+    """After a hundred facts of one board the log notes no more of that board."""
     (board,) = ground.fleet(1, lambda device, release: "soaking")
     id = ground.deploy()
     ground.play()
@@ -291,7 +303,7 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
 
 
 def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
-    """And may not fetch it."""
+    """A board outside the canary can neither report on a release nor fetch its blob."""
     boards = ground.fleet(10)
     id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
     for board in boards:
@@ -317,7 +329,7 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
 
 # -- the store ------------------------------------------------------------------------------------
 def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
-    """A done rollout's until all its boards have a later one; one that was undone has none."""
+    """The blob of a done rollout is kept until all its boards have a later one; an undone rollout has none."""
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
     digests = [ground.store.depot.put(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
@@ -334,7 +346,7 @@ def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> Non
 
 
 def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) -> None:
-    """A fact that comes between the row and the facts looks like damage else."""
+    """A fact that is written between two reads of one rollout would otherwise look like damage."""
     id = ground.deploy()
     ground.play(8.0)
     with Store(ground.home) as reader:
@@ -354,7 +366,7 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
 
 
 def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """Blobs are kept meanwhile."""
+    """A later rollout is carried out; the damaged one is named in the log, in errors and to whoever clears up blobs."""
     ground.fleet(2)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -370,7 +382,7 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytes
 
 
 def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
-    """Also settings of any kind."""
+    """Settings of any kind and limits survive a restart of the coordinator."""
     plan = Plan(
         "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.Limits(min_gain=0.0)
     )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rolled import Ground, Judge, good
 
+from fedquilt import wire
+from fedquilt.coordinator import requests, rollouts
 from fedquilt.coordinator.rollouts import Aborted, Offered
+from fedquilt.coordinator.store import Store
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
 
@@ -17,7 +21,7 @@ BAD: Judge = lambda device, release: "returned"  # noqa: E731
 
 
 class Doomed:
-    """A coordinator's computer: its process ends at one of its calls to the disk or the broker."""
+    """Computer of a coordinator whose process ends at one of its calls to the disk or the broker."""
 
     def __init__(self, folder: Path, at: int) -> None:
         self.platter = Platter("/coordinator", folder)
@@ -65,7 +69,7 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
 
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
 def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
-    """All boards have it in the end, each was offered it once, and none swapped it twice."""
+    """In the end all boards run the model, and each was offered it once."""
     calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
     assert calls > 60
     for at in range(1, calls, 5):
@@ -81,7 +85,7 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
 def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
     tmp_path: Path, power: bool
 ) -> None:
-    """It is aborted, and nobody runs it in the end."""
+    """The rollout is aborted once, only the canary ever ran the model, and no board runs it in the end."""
     calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
     for at in range(1, calls, 3):
         ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
@@ -90,3 +94,29 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert ground.having() == []
         facts = ground.store.rollouts.facts(ground.state().id)
         assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
+
+
+def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
+    """A coordinator that is killed after sending a release knows it from its log."""
+    ground = Ground(tmp_path)
+    publish, sent = ground.link.publish, list[bool]()
+
+    def seen(topic: str, payload: bytes, **named: Any) -> None:
+        route = wire.route(topic)
+        if route.leaf == "model":
+            with Store(ground.home) as written:
+                wanted = rollouts.release(written.rollouts.find().state, route.device)
+            assert (wire.decode(payload, wire.Release) if payload else None) == wanted
+            sent.append(wanted is not None and wanted.back)
+        publish(topic, payload, **named)
+
+    ground.link.publish = seen  # type: ignore[method-assign]
+    ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
+    for name, ended in (("bad", "aborted"), ("good", "rolled back")):
+        id = ground.deploy(name=name)
+        ground.play(30.0)
+        if name == "good":
+            requests.roll_back(ground.store, id)
+            ground.play()
+        assert ground.state(id).status == ended
+    assert sorted(set(sent)) == [False, True]
