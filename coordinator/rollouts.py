@@ -50,7 +50,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the fleet that has it by the end of each step, the canary's first."""
+        """Share of the fleet that has the release by the end of each step, the canary's first."""
         return (self.canary, *self.phases)
 
     def require(self) -> None:
@@ -79,13 +79,13 @@ class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, om
 
 
 class Begun(Fact, frozen=True):
-    """A coordinator has taken it up; its releases have this serial."""
+    """A coordinator has taken the rollout up; its releases have this serial."""
 
     serial: Count
 
 
 class Offered(Fact, frozen=True):
-    """These boards shall have it, as part of a step: 0 is the canary."""
+    """Boards are offered the release, as part of a step: 0 is the canary."""
 
     step: int
     devices: tuple[Name, ...]
@@ -113,14 +113,14 @@ class Done(Fact, frozen=True):
 
 
 class Aborted(Fact, frozen=True):
-    """It goes no further, and boards that have it return to what they ran before, by releases of this serial."""
+    """The rollout goes no further; releases of this serial return boards to what they ran before."""
 
     reason: Sentence
     serial: Count
 
 
 class RolledBack(Fact, frozen=True):
-    """It was done, and boards that have it return to what they ran before, by releases of this serial."""
+    """A rollout that was done is taken back; releases of this serial return boards to what they ran before."""
 
     serial: Count
 
@@ -162,11 +162,11 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether it takes itself back, or has."""
+        """Whether the rollout was aborted or rolled back."""
         return self.back > 0
 
     def phase(self, device: str) -> str:
-        """How far a board is with what it is to do now; "": it has said nothing of it."""
+        """How far a board is with the latest release of the rollout; "": it has said nothing of that."""
         told = self.heard.get(device)
         if told is None:
             return ""
@@ -302,7 +302,7 @@ def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int)
 
 
 def chosen(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
-    """Boards that the step which comes next offers it to: drawn by the rollout's id, the same after every restart.
+    """Boards that the next step offers the release to: drawn by the rollout's id, the same after every restart.
 
     Of those that are there, so many that not more than the step's share of them have it, but one at least. The step of
     all boards takes those that are away as well.
@@ -332,7 +332,7 @@ def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool
 
 
 def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
-    """Until when a board that has not come to an end with it is waited for."""
+    """Time until which a board that has not ended with the release is waited for."""
     if seen is None:  # nobody has heard of it since the start of the coordinator, or it has other labels now
         return -math.inf
     talks = seen.online and state.phase(device) != ""
@@ -340,7 +340,7 @@ def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
 
 
 def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
-    """Boards that are there and have not been offered what all are to have."""
+    """Boards that have come since a rollout to all boards was done."""
     if state.plan.phases[-1] < 1.0:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))

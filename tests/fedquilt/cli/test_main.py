@@ -332,7 +332,7 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
 
 
 def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
-    """As `fedquilt logs RUN | head` does: the command ends as other programs do, and complains of nothing."""
+    """A command whose reader has gone, as in `fedquilt logs RUN | head`, ends quietly as other programs do."""
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     for words in (["methods"], ["init", "--out", str(tmp_path / "job.toml")]):
         read, write = os.pipe()

@@ -200,12 +200,12 @@ def test_a_dashboard_that_only_shows_does_nothing(dash: Dashboard) -> None:
 )
 @pytest.mark.parametrize("path", ["/", "/api/fleet", "/api/events"])
 def test_pages_of_somebody_else_see_nothing(dash: Dashboard, path: str, headers: dict[str, str]) -> None:
-    """They are refused before they can take one of the places of those who watch."""
+    """Requests with the marks of another site are refused before they take one of the places of those who watch."""
     assert dash.problem(path, **headers)[0] == 403
 
 
 def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
-    """With all three it is asked for once; one that has ended says so, and what is not there is not found."""
+    """With all three a rollout is ended; one that has ended already is a conflict, an unknown one is not found."""
     home = tmp_path / "runs"
     ended = dashes.add_rollout(home, DEVICES, TABLES, bad=True)
     id = dashes.add_rollout(home, DEVICES, MARKUP)

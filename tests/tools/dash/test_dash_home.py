@@ -25,7 +25,7 @@ DEVICES = dashes.names(40)
 
 
 def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
-    """Whoever asks for the deleted run is told its name, and other runs are still listed."""
+    """A request for a deleted run is answered with its name, and other runs are still listed."""
     home = tmp_path / "runs"
     run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
     dashes.add_run(home, dashes.facts(DEVICES))
