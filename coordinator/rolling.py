@@ -166,6 +166,7 @@ class Rolling:
         order = list(self._states)
         later = [self._states[id] for id in order[order.index(state.id) + 1 :]]
         later = [each for each in later if each.plan.kind == state.plan.kind]
+        goes_on = [each for each in later if not each.over and (each.status != "done" or each.plan.to_all)]
         found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
@@ -174,9 +175,7 @@ class Rolling:
                 has = profile.labels if profile is not None else ()
                 if profile is None or not labels.selects(state.plan.select, has):
                     continue
-                if any(
-                    each.status in ("queued", "running") and labels.selects(each.plan.select, has) for each in later
-                ):
+                if any(labels.selects(each.plan.select, has) for each in goes_on):
                     continue
             if any(device in each.offered for each in later):
                 continue

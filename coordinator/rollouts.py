@@ -53,6 +53,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """Share of the fleet that has the release by the end of each step, the canary's first."""
         return (self.canary, *self.phases)
 
+    @property
+    def to_all(self) -> bool:
+        """Whether the rollout is to all boards, also those that come after it is done."""
+        return self.phases[-1] >= 1.0
+
     def require(self) -> None:
         """Refuse a plan that cannot be carried out.
 
@@ -341,7 +346,7 @@ def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
 
 def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
     """Boards that have come since a rollout to all boards was done."""
-    if state.plan.phases[-1] < 1.0:
+    if not state.plan.to_all:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
 

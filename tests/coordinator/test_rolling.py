@@ -186,6 +186,38 @@ def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground)
     assert len(ground.ever()) == 2
 
 
+def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground: Ground) -> None:
+    """An earlier rollout does not offer a board what a later one will replace at once."""
+    ground.fleet(3)
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    (board,) = ground.fleet(1)
+    ground.play()
+    assert {release.name for release in board.releases if release} == {"second"}
+    assert board.name not in ground.state(first).offered
+    assert len(ground.having(OTHER)) == 4
+
+
+def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground: Ground) -> None:
+    """Releases of the earlier rollout are older than what the board has heard, and would be waited for in vain."""
+    boards = ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    for board in boards:
+        board.go()
+    ground.play(30.0)  # longer than a grace
+    bad = ground.deploy(OTHER, name="bad")
+    (canary,) = ground.fleet(1, boards[0].judge)
+    ground.play()
+    assert (ground.state(bad).status, list(ground.state(bad).offered)) == ("aborted", [canary.name])
+    canary.go()
+    canary.come()
+    ground.play()
+    assert canary.name not in ground.state(first).offered
+
+
 # -- people ---------------------------------------------------------------------------------------
 def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     """Boards that run the model return to what they ran before, also one that was away when the rollout was ended."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rolled import Ground, Judge, good
+from rolled import TOPICS, Ground, Judge, good
 
 from fedquilt import wire
 from fedquilt.coordinator import requests, rollouts
-from fedquilt.coordinator.rollouts import Aborted, Offered
+from fedquilt.coordinator.rollouts import Aborted, Offered, RolledBack
 from fedquilt.coordinator.store import Store
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
@@ -94,6 +94,25 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert ground.having() == []
         facts = ground.store.rollouts.facts(ground.state().id)
         assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
+
+
+def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
+    tmp_path: Path,
+) -> None:
+    """A coordinator that is killed between the facts of an abort and its releases leaves the broker with older ones."""
+    ground = Ground(tmp_path)
+    (board,) = ground.fleet(1)
+    id = ground.deploy()
+    ground.play()
+    board.go()
+    ground.store.rollouts.append([(id, RolledBack(ground.store.rollouts.serial()))])
+    ground.restart()
+    ground.play(1.0)
+    reader = ground.broker.connect()
+    reader.subscribe([TOPICS.device(board.name, "dn", "model")])
+    ground.play(0.2)
+    (message,) = reader.receive()
+    assert wire.decode(message.payload, wire.Release).back
 
 
 def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
