@@ -157,7 +157,7 @@ def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) 
 
 def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     """Before the approval no board is asked and no second run is started; `ls` says what the run waits for."""
-    stage = Stage(tmp_path, Limits(), trigger={"approve": True, "pause": "1m"})
+    stage = Stage(tmp_path, Limits(), trigger={"approve": True, "pause": "0m"})
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play(5.0)
@@ -173,7 +173,7 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     assert "begins" in requests.approve(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
-    assert stage.store.status(started.id) == "running"
+    assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
         requests.approve(stage.store, started.id)
