@@ -160,7 +160,7 @@ def _of(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
 
 
 def _runs(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[Runs, ...]:
-    """What a board runs, after it has said so of one kind."""
+    """`known` with what a board has said of one kind of release."""
     new = Runs(message.kind, message.phase, message.name, message.current, message.rollout, message.reason, at)
     before = next((each for each in known if each.kind == message.kind), None)
     if before is not None and replace(before, at=at) == new:

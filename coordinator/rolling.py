@@ -68,18 +68,18 @@ class Rolling:
     # -- what happens --
 
     def heard(self, device: str, message: wire.Installed) -> None:
-        """A board has said how far it is."""
+        """Note what a board has said of a release, for the next step."""
         self._told.append((device, message))
 
     def appeared(self, device: str, now_s: float) -> None:
-        """A board is there, or has said what it is: it may have lost what it was sent."""
+        """Send a board that has just come its releases again, which it or the broker may have lost."""
         self._arrived = True
         for kind in KINDS:
             if (kind, device) in self._owners:
                 self._send(kind, device, now_s)
 
     def say_all_again(self, now_s: float) -> None:
-        """There is a new session with the broker: which boards there are is told anew, and it may keep nothing."""
+        """Send every open release again in a new session with the broker, which may have lost what it retained."""
         self._opened_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].phase(device) not in rollouts.SETTLED:
@@ -162,10 +162,11 @@ class Rolling:
                 self._record([(id, fact)], now_s)
 
     def fleet(self, state: Rollout) -> dict[str, Seen]:
-        """The boards that a rollout selects, or has offered its release to, and that no later one has or will have."""
+        """Boards that a rollout selects or was offered to, without those that a later one of its kind has or gets."""
         order = list(self._states)
         later = [self._states[id] for id in order[order.index(state.id) + 1 :]]
         later = [each for each in later if each.plan.kind == state.plan.kind]
+        goes_on = [each for each in later if not each.over and (each.status != "done" or each.plan.to_all)]
         found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
@@ -174,9 +175,7 @@ class Rolling:
                 has = profile.labels if profile is not None else ()
                 if profile is None or not labels.selects(state.plan.select, has):
                     continue
-                if any(
-                    each.status in ("queued", "running") and labels.selects(each.plan.select, has) for each in later
-                ):
+                if any(labels.selects(each.plan.select, has) for each in goes_on):
                     continue
             if any(device in each.offered for each in later):
                 continue
@@ -213,7 +212,7 @@ class Rolling:
             self._owners[state.plan.kind, device] = state.id
 
     def _issue(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
-        """Send boards what they are to have of a rollout, as far as no later one has them."""
+        """Send boards what a rollout has for them, except boards that a later rollout was offered to."""
         for device in sorted(devices):
             if self._owners[state.plan.kind, device] == state.id:
                 self._send(state.plan.kind, device, now_s)
@@ -236,7 +235,7 @@ class Rolling:
             self._resend_s = min(self._resend_s, now_s + self._sent[kind, device][1])
 
     def _send_again(self, now_s: float) -> None:
-        """Send what boards that are there have said nothing of."""
+        """Send releases again to boards that are online and have said nothing of them."""
         views = self._registry.seen(now_s)
         for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
             state = self._states[self._owners[kind, device]]

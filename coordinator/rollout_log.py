@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from fedquilt.coordinator.rollouts import Aborted, AnyFact, Begun, Plan, RolledBack, Rollout, apply
-from fedquilt.coordinator.store_rows import FIRST, DamagedRunError, Rows, checksum, link, storing, user
+from fedquilt.coordinator.store_rows import FIRST, DamagedRunError, Rows, checksum, encoded, link, storing, user
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
 Wish: TypeAlias = Literal["", "abort", "roll back"]
@@ -30,6 +30,7 @@ create index if not exists rollout_facts_by_rollout on rollout_facts(rollout, se
 _COLUMNS: Final = "id, plan, created, submitter, wish, head"
 _SERIAL: Final = "release"  # counter of the releases: the latest one's
 _decoded: Final = msgspec.json.Decoder(AnyFact).decode
+_plan: Final = msgspec.json.Decoder(Plan).decode
 
 
 class Line(NamedTuple):
@@ -76,7 +77,7 @@ class RolloutLog:
         """Queue a rollout; its id is `<kind>-<date>-<time>-<random>`.
 
         Raises:
-            JobError: it cannot be carried out, or one of its kind is under way.
+            JobError: it cannot be carried out or read back unchanged, or one of its kind is under way.
         """
         plan.require()
         now = time.time()
@@ -88,7 +89,7 @@ class RolloutLog:
                         f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
                         f"`fedquilt deploy --abort {kept.state.id} --home {self._home}`"
                     )
-            line = Line(id, msgspec.json.encode(plan).decode(), now, user())
+            line = Line(id, encoded(id, plan, _plan), now, user())
             marks = ", ".join("?" * (len(line) + 1))
             self._db.execute(
                 f"insert into rollouts ({_COLUMNS}, sum) values ({marks})",  # noqa: S608
@@ -132,7 +133,7 @@ class RolloutLog:
         Raises:
             JobError: one of them could not be read back unchanged.
         """
-        rows = [(id, fact, _encoded(id, fact)) for id, fact in facts]
+        rows = [(id, fact, encoded(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
             heads: dict[str, bytes] = {}
             now = time.time()
@@ -208,7 +209,7 @@ class RolloutLog:
         seq, before, state, at = self._read.get(line.id) or (0, FIRST, None, line.created)
         if state is None:
             try:
-                state = Rollout(line.id, msgspec.json.decode(line.plan, type=Plan))
+                state = Rollout(line.id, _plan(line.plan))
             except UNDECODABLE as error:
                 raise self._other(line.id, str(error)) from None
         if before != line.head:
@@ -238,19 +239,3 @@ class RolloutLog:
 
     def _other(self, id: str, what: str) -> JobError:
         return JobError(f"{self._home}: {id} was written by another version of fedquilt ({what}): use that version")
-
-
-def _encoded(id: str, fact: AnyFact) -> str:
-    """Encode a fact as JSON that decodes to the same fact.
-
-    Raises:
-        JobError: there is none.
-    """
-    try:
-        body = msgspec.json.encode(fact).decode()
-        same = _decoded(body) == fact
-    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
-        raise JobError(f"{type(fact).__name__} of {id} cannot be kept: {error}") from None
-    if not same:
-        raise JobError(f"{type(fact).__name__} of {id} cannot be kept: it holds a number that is not finite")
-    return body

@@ -20,7 +20,6 @@ from fedquilt import labels, wire
 from fedquilt.core import BlobRef, Count, JobError, Label, Name, Seconds, Sentence, derived
 
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
-Phase: TypeAlias = Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
 
 SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
@@ -51,8 +50,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the fleet that has it by the end of each step, the canary's first."""
+        """Share of the fleet that has the release by the end of each step, the canary's first."""
         return (self.canary, *self.phases)
+
+    @property
+    def to_all(self) -> bool:
+        """Whether the rollout is to all boards, also those that come after it is done."""
+        return self.phases[-1] >= 1.0
 
     def require(self) -> None:
         """Refuse a plan that cannot be carried out.
@@ -80,13 +84,13 @@ class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, om
 
 
 class Begun(Fact, frozen=True):
-    """A coordinator has taken it up; its releases have this serial."""
+    """A coordinator has taken the rollout up; its releases have this serial."""
 
     serial: Count
 
 
 class Offered(Fact, frozen=True):
-    """These boards shall have it, as part of a step: 0 is the canary."""
+    """Boards are offered the release, as part of a step: 0 is the canary."""
 
     step: int
     devices: tuple[Name, ...]
@@ -97,7 +101,7 @@ class Heard(Fact, frozen=True):
 
     device: Name
     serial: Count
-    phase: Phase
+    phase: wire.Phase
     reason: Sentence = ""
     metrics: dict[Label, float] = {}
 
@@ -114,14 +118,14 @@ class Done(Fact, frozen=True):
 
 
 class Aborted(Fact, frozen=True):
-    """It goes no further, and boards that have it return to what they ran before, by releases of this serial."""
+    """The rollout goes no further; releases of this serial return boards to what they ran before."""
 
     reason: Sentence
     serial: Count
 
 
 class RolledBack(Fact, frozen=True):
-    """It was done, and boards that have it return to what they ran before, by releases of this serial."""
+    """A rollout that was done is taken back; releases of this serial return boards to what they ran before."""
 
     serial: Count
 
@@ -163,11 +167,11 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether it takes itself back, or has."""
+        """Whether the rollout was aborted or rolled back."""
         return self.back > 0
 
     def phase(self, device: str) -> str:
-        """How far a board is with what it is to do now; "": it has said nothing of it."""
+        """How far a board is with the latest release of the rollout; "": it has said nothing of that."""
         told = self.heard.get(device)
         if told is None:
             return ""
@@ -303,7 +307,7 @@ def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int)
 
 
 def chosen(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
-    """Boards that the step which comes next offers it to: drawn by the rollout's id, the same after every restart.
+    """Boards that the next step offers the release to: drawn by the rollout's id, the same after every restart.
 
     Of those that are there, so many that not more than the step's share of them have it, but one at least. The step of
     all boards takes those that are away as well.
@@ -328,19 +332,12 @@ def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str,
     return tuple(sorted(each for each in pending if _holds(state, each, fleet.get(each), now_s)))
 
 
-def next_s(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> float:
-    """Time at which `decide` may come to something without an event."""
-    pending = (device for device in state.offered if state.phase(device) not in SETTLED) if state.open else ()
-    ends = (_until_s(state, device, fleet.get(device)) for device in pending)
-    return min((end for end in ends if end > now_s), default=math.inf)
-
-
 def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
     return now_s < _until_s(state, device, seen)
 
 
 def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
-    """Until when a board that has not come to an end with it is waited for."""
+    """Time until which a board that has not ended with the release is waited for."""
     if seen is None:  # nobody has heard of it since the start of the coordinator, or it has other labels now
         return -math.inf
     talks = seen.online and state.phase(device) != ""
@@ -348,8 +345,8 @@ def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
 
 
 def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
-    """Boards that are there and have not been offered what all are to have."""
-    if state.plan.phases[-1] < 1.0:
+    """Boards that have come since a rollout to all boards was done."""
+    if not state.plan.to_all:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
 

@@ -154,7 +154,7 @@ class Serving:
             self._rounds_s = (self._rounds_s[0], self._had_s(now_s))
 
     def _waits_for_others(self, now_s: float) -> bool:
-        """Whether there are devices enough for it, some of which other jobs have."""
+        """Whether there are enough devices for the job, some of which other jobs have."""
         registry = self._desk.registry
         barred = registry.barred(self.job.wants, now_s)
         enough = len(registry.seen(now_s)) - len(barred) >= rounds.needed(self.job.rounds)

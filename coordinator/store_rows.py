@@ -160,8 +160,8 @@ def user() -> str:
         return str(os.getuid())
 
 
-def encoded(id: str, fact: AnyFact) -> str:
-    """Encode a fact as JSON that decodes to the same fact.
+def encoded(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
+    """Encode a fact, or whatever else `decode` reads, as JSON that decodes to an equal value.
 
     Raises:
         JobError: there is none.
@@ -169,7 +169,7 @@ def encoded(id: str, fact: AnyFact) -> str:
     kind = type(fact).__name__
     try:
         body = msgspec.json.encode(fact).decode()
-        same = decoded(body) == fact
+        same = decode(body) == fact
     except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
         raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
     if not same:

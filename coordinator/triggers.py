@@ -36,14 +36,14 @@ class Told(NamedTuple):
 
 
 def seen(fleet: Mapping[str, Seen]) -> Iterator[tuple[Told, tuple[str, ...]]]:
-    """What the boards tell that are online, with their labels."""
+    """What boards that are online tell, with their labels."""
     for device, each in sorted(fleet.items()):
         if each.online and (news := each.telemetry) is not None:
             yield Told(device, news.drift, news.accuracy), each.profile.labels if each.profile else ()
 
 
 def told(job: Job, boards: Iterable[tuple[Told, Collection[str]]]) -> list[Told]:
-    """Those boards that [cohort] select is for, as far as they tell of drift or accuracy.
+    """Boards that [cohort] select names and that tell of drift or accuracy.
 
     Args:
         job: with a trigger.
@@ -54,7 +54,7 @@ def told(job: Job, boards: Iterable[tuple[Told, Collection[str]]]) -> list[Told]
 
 
 def beyond(trigger: Trigger, boards: Iterable[Told]) -> list[Told]:
-    """Those of which the trigger counts what they tell, the worst first."""
+    """Boards that are beyond a limit of the trigger, the worst first."""
     least = trigger.accuracy_below
     found = [
         each

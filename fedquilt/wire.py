@@ -137,6 +137,9 @@ class Ack(Wired, frozen=True):
 Kind = Literal["model", "agent", "settings"]
 """What a rollout brings to a device."""
 
+Phase = Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
+"""How far a device is with a release."""
+
 
 class Limits(Wired, frozen=True, omit_defaults=True):
     """What a release has to keep to in the device's own check, or it is refused there. None: not asked."""
@@ -169,13 +172,12 @@ class Installed(Told, frozen=True, omit_defaults=True):
     rollout: Name
     kind: Kind
     serial: Count
-    phase: Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
+    phase: Phase
     current: AnyDigest = ""  # blob that it runs now; "": what it was flashed with
     name: Label = ""
     reason: Sentence = ""  # what it waits for, why it was refused, why it returned to what ran before
-    metrics: Metrics = msgspec.field(
-        default_factory=dict
-    )  # accuracy, accuracy_before, latency_s, energy_j, peak_bytes: of its own check
+    # of its own check: accuracy, accuracy_before, latency_s, energy_j, peak_bytes
+    metrics: Metrics = msgspec.field(default_factory=dict)
 
 
 class Get(Wired, frozen=True):

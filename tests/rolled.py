@@ -66,7 +66,7 @@ class Board:
         self.say("profile", profile, retain=True)
 
     def go(self) -> None:
-        """Be cut off."""
+        """Lose the connection to the broker."""
         self.broker.lose(self.link)
         self.link = None
 
@@ -124,7 +124,7 @@ class Board:
             self.end(release)
 
     def end(self, release: wire.Release) -> None:
-        """Say how it ends."""
+        """Tell how the board ends with a release."""
         assert release.blob is not None
         ends = self.judge(self.name, release)
         if ends in ("committed", "soaking", "returned") and self.runs != release.blob.sha256:
@@ -148,7 +148,7 @@ class Ground:
         self.start()
 
     def start(self) -> None:
-        """A coordinator process begins."""
+        """Start a coordinator process."""
         self.store = Store(self.home, disk=self.disk)
         will = (TOPICS.coord, wire.encode(wire.CoordState(online=False)))
         self.link = self.broker.connect(will)
@@ -158,13 +158,13 @@ class Ground:
         )
 
     def restart(self) -> None:
-        """It dies, and another begins on the same folder."""
+        """Kill the coordinator, and start another one on the same folder."""
         self.broker.lose(self.link)
         self.store.close()
         self.start()
 
     def fleet(self, count: int, judge: Judge = good, away: int = 0, **options: Any) -> list[Board]:
-        """So many more boards, of which the last ones have not come yet."""
+        """Add boards, of which the last `away` have not come yet."""
         new = [
             Board(self.broker, f"b-{number:03d}", self.folder / "boards" / f"{number}", judge, **options)
             for number in range(len(self.boards), len(self.boards) + count)
@@ -194,11 +194,11 @@ class Ground:
         return self.store.rollouts.find(id).state
 
     def having(self, blob: bytes = MODEL) -> list[str]:
-        """Boards that run this."""
+        """Boards that run a model."""
         sha256 = self.store.depot.put(blob).sha256
         return [board.name for board in self.boards if board.runs == sha256]
 
     def ever(self, blob: bytes = MODEL) -> list[str]:
-        """Boards that have ever run this."""
+        """Boards that have ever run a model."""
         sha256 = self.store.depot.put(blob).sha256
         return [board.name for board in self.boards if sha256 in board.had]

@@ -314,7 +314,7 @@ STATUS: Final = {
     "failed": "red",
     "stopped": "yellow",
     "interrupted": "yellow",
-    "waiting for approval": "yellow",
+    UNAPPROVED: "yellow",
 }  # colour by status
 
 

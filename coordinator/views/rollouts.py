@@ -120,7 +120,7 @@ def sentence(state: Rollout, fact: AnyFact) -> str:
             without = f", without {_boards(len(silent))} that said nothing" if silent else ""
             return f"{_name(state.plan, number)} passed{without}"
         case Done():
-            return "done: boards that come later get it too" if state.plan.phases[-1] >= 1 else "done"
+            return "done: boards that come later get it too" if state.plan.to_all else "done"
         case Aborted(reason):
             return f"aborted: {reason}; boards that have it return to what they ran before"
         case RolledBack():

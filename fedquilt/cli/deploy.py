@@ -38,7 +38,7 @@ def deploy(
     min_gain: float | None,
     max_latency: float | None,
     max_energy: float | None,
-    max_peak: float | None,
+    max_peak: int | None,
     rollback: bool,
     abort: bool,
     home: Path,
@@ -63,7 +63,7 @@ def deploy(
             min_gain=min_gain,
             max_latency_s=max_latency,
             max_energy_j=max_energy,
-            max_peak_bytes=None if max_peak is None else int(max_peak),
+            max_peak_bytes=max_peak,
         )
         plan = phased.plan("model", "", limits=limits)
         if model is not None:

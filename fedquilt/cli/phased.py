@@ -67,15 +67,19 @@ def seconds(text: str) -> float:
     return round(value, 9)
 
 
-def size(text: str) -> float:
-    """A number of bytes: 500e6 of "500MB".
+def size(text: str) -> int:
+    """A number of bytes: 500_000_000 of "500MB".
 
     Raises:
         ValueError: it is none.
     """
-    from fedquilt.edge_agent.settings import UNITS
+    from fedquilt.core import JobError
+    from fedquilt.edge_agent.settings import size_bytes
 
-    return _amount(text, {**UNITS}, "size")
+    try:
+        return size_bytes(text)
+    except JobError as error:
+        raise ValueError(str(error)) from None
 
 
 SHARE = options.Checked("share", share)

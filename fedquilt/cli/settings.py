@@ -30,7 +30,7 @@ def table(words: tuple[str, ...]) -> dict[str, Any]:
         if key in found:
             raise JobError(f"{key} is set twice")
         if key == "labels":
-            found[key] = tuple(filter(None, value.split(",")))
+            found[key] = [*filter(None, value.split(","))]
         elif key in NUMBERS:
             try:
                 found[key] = float(value)

@@ -237,7 +237,7 @@ def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path)
 
 
 def test_a_database_of_version_1_is_read_as_it_is_and_written_with_what_it_lacks(tmp_path: Path) -> None:
-    """Its readings have no drift; whoever only looks changes nothing."""
+    """Readings of the earlier version have no drift; a process that only reads does not alter the tables."""
     db = sqlite3.connect(tmp_path / boards_store.NAME)
     db.executescript(
         """create table boards (id integer primary key, device text unique not null, body blob not null);
@@ -340,7 +340,7 @@ def test_a_reading_of_one_message_is_that_message() -> None:
 
 
 def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: Path) -> None:
-    """The file is there before its tables are, and one table before the other."""
+    """The file of boards is there before its tables are, and one table before the other."""
     for words in ((), ("create table boards (id integer primary key, device text unique not null, body blob)",)):
         with contextlib.closing(sqlite3.connect(tmp_path / "boards.db")) as db:
             for word in words:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,51 +19,29 @@ from fedquilt.coordinator.facts import Plan, Rounds
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef
-from fedquilt.transport.link import MemoryBroker, Message
+from fedquilt.transport.around import Around
+from fedquilt.transport.link import MemoryBroker
 
 FIRST, SECOND = bytes(range(256)) * 40, bytes(reversed(range(256))) * 40  # of several chunks each
 PACKET_BYTES = 2048
 
 
-class Returning:
+class Returning(Around):
     """A link whose session can be lost and comes back, as a real one does."""
 
-    backlog = 0
-
     def __init__(self, broker: MemoryBroker) -> None:
-        self.broker, self._link, self.session = broker, broker.connect(), 1
+        super().__init__(broker.connect())
+        self._broker, self._sessions = broker, 1
 
     @property
-    def connected(self) -> bool:
-        return self._link.connected
-
-    @property
-    def max_payload(self) -> int:
-        return self._link.max_payload
-
-    def subscribe(self, filters: Sequence[str]) -> None:
-        self._link.subscribe(filters)
-
-    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        self._link.publish(topic, payload, retain=retain, reliable=reliable)
-
-    def receive(self) -> list[Message]:
-        return self._link.receive()
-
-    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        raise NotImplementedError
-
-    def tended(self) -> AbstractContextManager[None]:
-        return self._link.tended()
-
-    def close(self) -> None:
-        self._link.close()
+    def session(self) -> int:
+        return self._sessions
 
     def lose(self) -> None:
-        self.broker.lose(self._link)
+        self._broker.lose(self._link)
 
     def comes_back(self) -> None:
-        self._link, self.session = self.broker.connect(), self.session + 1
+        self._link, self._sessions = self._broker.connect(), self._sessions + 1
 
 
 class Site:

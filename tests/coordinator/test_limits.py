@@ -47,7 +47,7 @@ def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: s
 
 
 def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process asks for it between the look at what is old and the deletion."""
+    """Another process resumes the run between the look for old runs and their deletion."""
     with Store(tmp_path) as store, Store(tmp_path) as other:
         ids = [store.add(JOB, tmp_path / "bundle") for _ in range(2)]
         for id in ids:

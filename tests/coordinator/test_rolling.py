@@ -1,25 +1,18 @@
-"""Rollouts carried out by a coordinator: phases, abort, rollback, boards that are away, kills."""
+"""Rollouts carried out by a coordinator: phases, abort, rollback, boards that are away."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rolled import MODEL, OTHER, TOPICS, Ground, Judge, good
+from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
 from fedquilt.coordinator import requests
-from fedquilt.coordinator.rollouts import Aborted, Done, Heard, Offered, Passed, Plan
-from fedquilt.coordinator.store import Store
-from fedquilt.core import JobError, StoreError
-from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.platter import Platter
-
-BAD: Judge = lambda device, release: "returned"  # noqa: E731
+from fedquilt.coordinator.rolling import SETTLE_S
+from fedquilt.coordinator.rollouts import Done, Heard, Offered, Passed
+from fedquilt.core import JobError
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def told(ground: Ground, *kinds: type) -> list[Any]:
 
 # -- phases ---------------------------------------------------------------------------------------
 def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
-    """The canary first, and the next share only once those before have committed."""
+    """The next share of the fleet is offered the model only once all boards offered before have committed it."""
     ground.fleet(20)
     id = ground.deploy(canary=0.05, phases=(0.25, 1.0))
     ground.play(30.0)
@@ -48,7 +41,7 @@ def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
 
 
 def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> None:
-    """It ends by itself, and nobody runs it afterwards; what is deployed next reaches all."""
+    """The bad rollout ends by itself, and no board runs its model afterwards; the next rollout reaches all boards."""
     ground.fleet(200, lambda device, release: "returned" if release.name == "bad" else "committed")
     bad = ground.deploy(MODEL, name="bad")
     ground.play(40.0)
@@ -62,7 +55,7 @@ def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> N
 
 
 def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground: Ground) -> None:
-    """Those that have it return, by a release of a later serial."""
+    """Boards that had taken the model return to what they ran before."""
     boards = ground.fleet(40)
     id = ground.deploy(canary=0.05, phases=(0.5, 1.0))
     ground.play(0.2)
@@ -76,8 +69,19 @@ def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(grou
     assert len(ground.ever()) == 2
 
 
+def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground: Ground) -> None:
+    """The canary is a share of all boards, not of those that came within the first second or two."""
+    ground.deploy(canary=0.25, phases=(1.0,))
+    boards = ground.fleet(40, away=39)
+    ground.play(SETTLE_S / 2)
+    for board in boards[1:]:
+        board.come()
+    ground.play(SETTLE_S)
+    assert len(told(ground, Offered)[0].devices) == 10
+
+
 def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> None:
-    """All that the plan says."""
+    """Limits, soak, window, force and name are those of the plan."""
     (board,) = ground.fleet(1)
     limits = wire.Limits(min_gain=-0.005, max_latency_s=0.04)
     id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
@@ -90,7 +94,7 @@ def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> Non
 
 
 def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
-    """Others are not asked, now or later."""
+    """Boards with another label are not asked, now or later."""
     ground.fleet(3, labels=("site=lab",))
     ground.fleet(3, labels=("site=hall",))
     id = ground.deploy(select=("site=lab",))
@@ -101,7 +105,7 @@ def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
 
 # -- boards that are away -------------------------------------------------------------------------
 def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
-    """It holds nobody up; known from before, or new."""
+    """Neither a board that was known before nor a new one holds the rollout up while it is off."""
     boards = ground.fleet(8)
     ground.play(1.0)
     boards[3].go()
@@ -120,7 +124,7 @@ def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(gr
 
 
 def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
-    """A job would wait for it for a moment; a canary would hold the rollout up."""
+    """A job would wait for the board for a moment; as a canary it would hold up the rollout."""
     boards = ground.fleet(30)
     ground.play(6.0)
     for board in boards[1:]:
@@ -132,7 +136,7 @@ def test_a_board_that_has_just_gone_is_no_canary(ground: Ground) -> None:
 
 
 def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground) -> None:
-    """A broker may lose what it keeps; a signed message is of one session."""
+    """A broker may lose the messages that it retains, and a signed message is valid in one session alone."""
     boards = ground.fleet(4)
     ground.play(1.0)
     boards[0].go()
@@ -146,8 +150,24 @@ def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground)
     assert len(ground.having()) == 4
 
 
+def test_a_release_that_a_board_has_not_heard_is_sent_again(ground: Ground) -> None:
+    """A board that stays connected and says nothing of a release may have lost it."""
+    (board,) = ground.fleet(1)
+    take, heard = board.take, list[wire.Release | None]()
+
+    def half_deaf(release: wire.Release | None) -> None:
+        heard.append(release)
+        if len(heard) > 1:
+            take(release)
+
+    board.take = half_deaf  # type: ignore[method-assign]
+    id = ground.deploy()
+    ground.play(30.0)
+    assert ground.state(id).status == "done"
+
+
 def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Ground) -> None:
-    """Such as an agent that knows no releases; at least one has to have answered."""
+    """An agent that knows no releases never answers; a step passes without it once at least one board has answered."""
     boards = ground.fleet(4)
     for board in boards:
         board.take = lambda release: None  # type: ignore[method-assign]
@@ -165,7 +185,7 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
 
 
 def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground) -> None:
-    """It may be the model that it fell silent by."""
+    """The new model may be why the board fell silent."""
     ground.fleet(4, lambda device, release: "soaking")
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
     ground.play(10.0)
@@ -180,9 +200,41 @@ def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground)
     assert len(ground.ever()) == 2
 
 
+def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground: Ground) -> None:
+    """An earlier rollout does not offer a board what a later one will replace at once."""
+    ground.fleet(3)
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    (board,) = ground.fleet(1)
+    ground.play()
+    assert {release.name for release in board.releases if release} == {"second"}
+    assert board.name not in ground.state(first).offered
+    assert len(ground.having(OTHER)) == 4
+
+
+def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(ground: Ground) -> None:
+    """Releases of the earlier rollout are older than what the board has heard, and would be waited for in vain."""
+    boards = ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    for board in boards:
+        board.go()
+    ground.play(30.0)  # longer than a grace
+    bad = ground.deploy(OTHER, name="bad")
+    (canary,) = ground.fleet(1, boards[0].judge)
+    ground.play()
+    assert (ground.state(bad).status, list(ground.state(bad).offered)) == ("aborted", [canary.name])
+    canary.go()
+    canary.come()
+    ground.play()
+    assert canary.name not in ground.state(first).offered
+
+
 # -- people ---------------------------------------------------------------------------------------
 def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
-    """Boards that have it return, also one that was away; the state stays so."""
+    """Boards that run the model return to what they ran before, also one that was away when the rollout was ended."""
     boards = ground.fleet(10, lambda device, release: "soaking")
     id = ground.deploy(canary=0.3, phases=(1.0,))
     ground.play()
@@ -197,12 +249,13 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     ground.play()
     assert ground.having() == []
     assert ground.state(id).status == "aborted"
+    assert ground.store.rollouts.find(id).wish == ""
     with pytest.raises(JobError, match=f"{id} is aborted"):
         requests.abort(ground.store, id)
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
-    """To what ran before; and boards that come later do not get it."""
+    """Boards return to the model before; a board that comes later gets that one, which is in force again."""
     ground.fleet(6)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -223,7 +276,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
 
 @pytest.mark.parametrize("ended", ["aborted", "rolled back"])
 def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
-    """Also if that was taken back: its boards keep no model from before the earlier one, so nothing would happen."""
+    """A board keeps one former model: once a later rollout was undone, none from before the earlier one is left."""
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -241,7 +294,7 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
 
 
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
-    """The second is refused by the name of the first, with the mend."""
+    """Whoever deploys a second model is told which rollout is under way, and how to end it."""
     id = ground.deploy()
     with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt deploy --abort {id} --home"):
         ground.deploy(OTHER)
@@ -256,10 +309,12 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
         ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
         ({"window": "02:00-02:00"}, "begins when it ends"),
         ({"select": ("Site Lab",)}, "selects no boards"),
+        ({"limits": wire.Limits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
+        ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
-    """Before anything is queued."""
+    """A plan that is refused is not queued."""
     with pytest.raises(JobError, match=said):
         ground.deploy(**changes)
     assert ground.store.rollouts.all() == []
@@ -267,7 +322,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: d
 
 # -- odd boards -----------------------------------------------------------------------------------
 def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
-    """Its home was put back, or another coordinator has it: this release would be old news to it."""
+    """A coordinator whose home was put back, or a second one, sends releases that are older than what the board has."""
     (board,) = ground.fleet(1)
     board.serial = 1 << 40
     board.take = lambda release: (
@@ -283,7 +338,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
 
 
 def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
-    """What it says is not noted any more."""
+    """After a hundred facts of one board the log notes no more of that board."""
     (board,) = ground.fleet(1, lambda device, release: "soaking")
     id = ground.deploy()
     ground.play()
@@ -295,7 +350,7 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
 
 
 def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
-    """And may not fetch it."""
+    """A board outside the canary can neither report on a release nor fetch its blob."""
     boards = ground.fleet(10)
     id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
     for board in boards:
@@ -317,144 +372,3 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
         other.transfers.step(ground.broker.now_s)
     assert not other.depot.has(release.blob)
     assert list(ground.state(id).heard) == [canary]
-
-
-# -- the store ------------------------------------------------------------------------------------
-def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
-    """A done rollout's until all its boards have a later one; one that was undone has none."""
-    ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
-    digests = [ground.store.depot.put(each).sha256 for each in (MODEL, OTHER, b"bad")]
-    ground.deploy(MODEL, name="first")
-    assert ground.store.held() == {digests[0]}
-    ground.play(30.0)
-    ground.deploy(b"bad", name="bad")
-    assert ground.store.held() == {digests[0], digests[2]}
-    ground.play(30.0)
-    assert ground.state().status == "aborted"
-    ground.deploy(OTHER, name="second")
-    ground.play(30.0)
-    assert ground.state().status == "done"
-    assert ground.store.held() == {digests[1]}
-
-
-def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) -> None:
-    """A fact that comes between the row and the facts looks like damage else."""
-    id = ground.deploy()
-    ground.play(8.0)
-    with Store(ground.home) as reader:
-        line = reader.rollouts._line
-        number = itertools.count(100)
-
-        def slow(wanted: str) -> Any:
-            found = line(wanted)
-            ground.store.rollouts.append([(id, Offered(0, (f"x-{next(number)}",)))])
-            return found
-
-        reader.rollouts._line = slow  # type: ignore[method-assign]
-        assert [kept.state.id for kept in reader.rollouts.all()] == [id]
-        assert reader.rollouts.find().state.id == id
-        assert reader.rollouts.facts(id)
-        assert reader.rollouts.unreadable() == {}
-
-
-def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """Blobs are kept meanwhile."""
-    ground.fleet(2)
-    first = ground.deploy(MODEL, name="first")
-    ground.play(30.0)
-    ground.store._db.execute("update rollout_facts set at = at + 1 where seq = 2")
-    ground.restart()
-    second = ground.deploy(OTHER, name="second")
-    ground.play(30.0)
-    assert ground.state(second).status == "done"
-    assert f"the log of {first} in" in caplog.text
-    assert ground.store.unsound() == [first]
-    with pytest.raises(StoreError, match="is damaged: fact 2"):
-        ground.store.rollouts.find(first)
-
-
-# -- kills ----------------------------------------------------------------------------------------
-class Doomed:
-    """A coordinator's computer: its process ends at one of its calls to the disk or the broker."""
-
-    def __init__(self, folder: Path, at: int) -> None:
-        self.platter = Platter("/coordinator", folder)
-        self.calls, self.at, self.dead = 0, at, False
-
-    def __call__(self, what: str, where: object) -> OSError | None:
-        self.calls += 1
-        if self.dead or self.calls == self.at:
-            self.dead = True
-            raise Crash
-        return None
-
-    def disk(self) -> SimDisk:
-        return SimDisk(self.platter, self)
-
-
-def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable[[Ground], None]) -> Ground:
-    """A rollout whose coordinator ends at a call, and is started again."""
-    (folder / "databases").mkdir(parents=True)
-    doomed = Doomed(folder / "databases", -1)
-    ground = Ground(folder, doomed.disk(), Path("/coordinator"))
-    ground.fleet(6, judge)
-    ground.deploy(name="new", patience_s=60.0, phases=(0.5, 1.0))
-    doomed.calls, doomed.at = 0, at
-    ground.calls = doomed  # type: ignore[attr-defined]
-
-    def mortal() -> None:
-        publish = ground.link.publish
-        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)  # type: ignore[method-assign, func-returns-value]
-
-    mortal()
-    while True:
-        try:
-            steps(ground)
-            return ground
-        except Crash:
-            ground.broker.lose(ground.link)
-            doomed.dead = False
-            ground.disk.end()  # type: ignore[attr-defined]
-            doomed.platter.power_fails(random.Random(at)) if power else doomed.platter.processes_end()
-            ground.disk = doomed.disk()
-            ground.start()
-            mortal()
-
-
-@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
-    """All boards have it in the end, each was offered it once, and none swapped it twice."""
-    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
-    assert calls > 60
-    for at in range(1, calls, 5):
-        ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
-        state = ground.state()
-        assert state.status == "done", at
-        assert len(ground.having()) == 6
-        offered = [fact.devices for _, _, fact in ground.store.rollouts.facts(state.id) if isinstance(fact, Offered)]
-        assert sorted(sum(offered, ())) == sorted(state.offered)
-
-
-@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
-    tmp_path: Path, power: bool
-) -> None:
-    """It is aborted, and nobody runs it in the end."""
-    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
-    for at in range(1, calls, 3):
-        ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
-        assert ground.state().status == "aborted", at
-        assert len(ground.ever()) == 1
-        assert ground.having() == []
-        facts = ground.store.rollouts.facts(ground.state().id)
-        assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
-
-
-def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
-    """Also settings of any kind."""
-    plan = Plan(
-        "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.Limits(min_gain=0.0)
-    )
-    id = ground.store.rollouts.add(plan)
-    ground.restart()
-    assert ground.state(id).plan == plan

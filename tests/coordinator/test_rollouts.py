@@ -59,14 +59,14 @@ def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> 
     ("count", "canary", "wanted"), [(200, 0.05, 10), (199, 0.05, 9), (8, 0.05, 1), (1, 0.05, 1), (10, 0.3, 3)]
 )
 def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
-    """Of those that are there; one at least."""
+    """The canary is a share of the boards that are there, and at least one of them."""
     fact = decide(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
     assert isinstance(fact, Offered)
     assert len(fact.devices) == wanted
 
 
 def test_boards_are_drawn_by_the_rollouts_id() -> None:
-    """The same after a restart, whatever the order in which boards are known; another rollout draws others."""
+    """A restart draws the same boards, whatever order they are known in; another rollout draws others."""
     fleet = there(names(100))
     once, other = state(), Rollout("other", state().plan, "running", 7)
     assert chosen(once, fleet) == chosen(once, dict(reversed(fleet.items())))
@@ -75,7 +75,7 @@ def test_boards_are_drawn_by_the_rollouts_id() -> None:
 
 
 def test_a_canary_waits_for_a_board_that_is_there() -> None:
-    """Boards that are away are none."""
+    """With all boards away nothing is offered; the first that comes is the canary."""
     fleet = {name: Seen(False, 0.0) for name in names(10)}
     assert decide(state(), fleet, 1e9, 8) is None
     assert decide(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
@@ -93,7 +93,7 @@ def test_a_step_that_has_nobody_left_is_passed() -> None:
 
 
 def test_the_last_step_takes_boards_that_are_away() -> None:
-    """They join later, and hold nobody up for longer than their patience."""
+    """A board that is away holds the last step up for no longer than the patience."""
     fleet = {**there(["a", "b"]), "away": Seen(False, 0.0)}
     now = state(Offered(0, ("a",)), Heard("a", 7, "committed"), Passed(0), canary=0.5, phases=(1.0,), patience_s=60.0)
     assert decide(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
@@ -104,7 +104,7 @@ def test_the_last_step_takes_boards_that_are_away() -> None:
 
 @pytest.mark.parametrize("phase", ["waiting", "fetching", "checking", "soaking"])
 def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None:
-    """For its window, say; nothing passes before."""
+    """A board may wait for its window; the step does not pass before a day and the soak are over."""
     fleet = there(["a", "b", "c", "d"])
     both = Offered(0, ("a", "b")), Heard("a", 7, "committed"), Heard("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
@@ -113,7 +113,7 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None
 
 
 def test_nothing_passes_before_anybody_has_answered() -> None:
-    """Whatever the patience: nobody knows yet whether it is good."""
+    """Without a single answer no patience is long enough: nothing is known of the release."""
     fleet = {name: Seen(False, 0.0) for name in names(4)}
     assert decide(state(Offered(0, ("b-000",)), patience_s=1.0), fleet, 1e9, 8) is None
 
@@ -131,7 +131,7 @@ def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
 
 
 def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
-    """Two of ten failed and eight said nothing: that is all of them."""
+    """Two of twenty boards failed and the others said nothing: all that answered have failed."""
     devices = names(200)
     now = state(Offered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
     for device in devices[:2]:
@@ -143,7 +143,7 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
     st.lists(st.sampled_from(["committed", "refused", "returned", "soaking", "waiting", ""]), min_size=1, max_size=30)
 )
 def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
-    """Whatever the order in which boards end, and whoever falls silent."""
+    """Neither the order in which boards end nor who falls silent lets more failures pass than the plan allows."""
     devices = names(len(phases))
     now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
@@ -162,7 +162,7 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
 
 
 def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
-    """The last phase says whether it is for all."""
+    """A rollout whose last phase is 100 % reaches boards that come later; one of 25 % does not."""
     rest: tuple[AnyFact, ...] = (
         Offered(0, ("a",)),
         Heard("a", 7, "committed"),
@@ -178,7 +178,7 @@ def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
 
 # -- what boards say, and are to have -------------------------------------------------------------
 def test_what_a_board_says_is_noted_once() -> None:
-    """It says it again after each connecting; numbers that are none of ours, or not finite, are dropped."""
+    """A board repeats its message after each connecting; metrics that are unknown or not finite are dropped."""
     now = state(Offered(0, ("a",)))
     said = message("soaking", metrics={"accuracy": 0.9, "latency_s": float("inf"), "mine": 1.0}, reason="r")
     fact = told(now, "a", said)
@@ -196,12 +196,12 @@ def test_what_a_board_says_is_noted_once() -> None:
     ],
 )
 def test_what_is_of_something_else_is_no_fact(device: str, said: wire.Installed) -> None:
-    """Of a board that was not offered it, another kind, or an earlier release."""
+    """Messages of a board that was not offered the release, of another kind or of an earlier release are no facts."""
     assert told(state(Offered(0, ("a",))), device, said) is None
 
 
 def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
-    """This one is old news to the board, and would be waited for in vain."""
+    """A board ignores a release that is older than its own, and would be waited for in vain."""
     fact = told(state(Offered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
     assert fact is not None
     assert (fact.serial, fact.phase) == (7, "refused")
@@ -214,7 +214,7 @@ def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
 )
 @pytest.mark.parametrize("ends", [Aborted("why", 9), RolledBack(9)])
 def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, ends: AnyFact) -> None:
-    """One that has refused it, or has returned, has nothing to return from."""
+    """A board that has refused the release has nothing to return from."""
     facts = [Offered(0, ("a",)), *(Heard("a", 7, phase) for phase in heard)]
     facts += [Passed(0), Done(), ends] if isinstance(ends, RolledBack) else [ends]
     now = state(*facts)
@@ -229,12 +229,12 @@ def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back:
 
 
 def test_who_was_not_offered_it_is_sent_nothing() -> None:
-    """Whatever the state."""
+    """A board outside the step is sent no release."""
     assert release(state(Offered(0, ("a",))), "b") is None
 
 
 def test_facts_that_cannot_follow_are_refused() -> None:
-    """A log with one was not written by these rules."""
+    """Every fact is refused in every status that ALLOWED does not list for it."""
     facts: Mapping[type, AnyFact] = {
         Begun: Begun(8),
         Offered: Offered(0, ("a",)),

@@ -18,7 +18,7 @@ from fedquilt.coordinator.views import log, why
 
 @pytest.mark.parametrize(("priority", "share"), [(1.0, 0.5), (3.0, 0.75)])
 def test_two_jobs_share_the_boards_time_fairly(staged: Staged, priority: float, share: float) -> None:
-    """Within 10 %, also where the tasks of one take five times as long, and by their priorities."""
+    """Each job's time is within 10 % of its share by priority, also where one job's tasks take five times as long."""
     stage = staged(rounds=10_000, cohort=LONG, priority=priority)
     second = stage.add("k", rounds=10_000, cohort=LONG)
     work(stage, [Worker(stage.hand(name), {"j": 1.0, "k": 5.0}) for name in "abcd"], 400.0)
@@ -29,7 +29,7 @@ def test_two_jobs_share_the_boards_time_fairly(staged: Staged, priority: float, 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_job_that_comes_later_starts_level_with_the_others(staged: Staged, waits: bool) -> None:
-    """It has its part of the boards' time from its beginning, not all of it until it has had as much."""
+    """A job that begins later has its part of the boards' time from then on, and makes up for nothing."""
     stage = staged(rounds=10_000, cohort=LONG)
     settings: dict[str, Any] = {"rounds": 10_000, "priority": 3.0, "cohort": {**LONG, "min_devices": 3}}
     second = stage.add("k", **settings) if waits else ""
@@ -59,7 +59,7 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
 
 
 def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: Staged) -> None:
-    """Its log has no more than three facts, while boards become free and busy many times."""
+    """The log has no more than three such facts, while boards become free and busy many times."""
     stage = staged(rounds=1000, cohort=LONG)
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     waits = stage.add("k", cohort={**LONG, "min_devices": 3})
@@ -127,7 +127,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
 
 
 def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged: Staged) -> None:
-    """The latest is kept, and what a running job needs stays."""
+    """Retention keeps the latest run, and blobs that a running job needs stay."""
     ended = []
     stage = staged(Limits(retention=Retention(keep=1)), cohort=LONG)
     a, second = stage.hand("a"), stage.job
@@ -167,7 +167,7 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
 
 
 def test_why_ends_with_what_the_job_waits_for(staged: Staged, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also before its first round, of which the log says nothing yet."""
+    """A job waits for boards also before its first round, of which the log says nothing yet."""
     stage = staged(cohort={**LONG, "min_devices": 3})
     stage.hand("a")
     stage.play()

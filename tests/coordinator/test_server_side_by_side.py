@@ -101,7 +101,7 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
 
 
 def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
-    """Not even where there is one place: the second has its first board within a second."""
+    """Even with one place for jobs, the second job has its first board within a second."""
     for places in (1, 8):
         stage = staged(Limits(running=places), cohort={**LONG, "min_devices": 100})
         stage.hand("a")
@@ -159,7 +159,7 @@ def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged
 
 
 def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
-    """Its boards are the other's at once; resumed, it asks those of its cohort as they are free."""
+    """The boards of a stopped job are the other's at once; resumed, it asks those of its cohort as they are free."""
     stage, first, second, a, b = two_jobs
     stage.play()
     stage.store.set_status(first, "stopping")
@@ -200,7 +200,7 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
 def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(
     two_jobs: TwoJobs,
 ) -> None:
-    """It hears of none at first; the round of all boards goes on with those that the log knows to be due."""
+    """A new coordinator knows no boards yet; the round of all boards waits for those that its log lists as due."""
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()

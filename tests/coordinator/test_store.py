@@ -261,7 +261,7 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
 def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(
     tmp_path: Path, opened: Callable[[], Store]
 ) -> None:
-    """Of this process, of another one, and of a transaction that fails after somebody has looked within it."""
+    """The list of runs shows writes of this process and of another one, and none of a transaction that failed."""
     store, other = opened(), opened()
     first = store.add(JOB, tmp_path / "bundle")
     assert [row.id for row in store.jobs()] == [row.id for row in other.jobs()] == [first]

@@ -55,7 +55,7 @@ def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never(
 
 
 def test_accuracy_counts_where_the_job_says_so() -> None:
-    """A board whose answers become wrong, though its inputs look as before."""
+    """A board's answers may become wrong though its inputs look as before."""
     told = boards(0.0, None, accuracy=0.7)
     assert fired(job(), told, 0.0) == ""
     assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in fired(
@@ -64,7 +64,7 @@ def test_accuracy_counts_where_the_job_says_so() -> None:
 
 
 def test_it_pauses_between_two_starts() -> None:
-    """12 hours after the last one; a clock that was set back by years does not stop it for years."""
+    """A trigger may fire again 12 hours after its last start, also if the clock was set back by years."""
     told = boards(0.9)
     assert fired(job(), told, 11.9 * HOUR, last=0.0) == ""
     assert fired(job(), told, 12.1 * HOUR, last=0.0)
@@ -83,7 +83,7 @@ def test_it_pauses_between_two_starts() -> None:
     ],
 )
 def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> None:
-    """When the job is submitted, with the key's name."""
+    """Reading the job names the key that is wrong."""
     with pytest.raises(JobError, match=said):
         job(**table)
 
@@ -93,7 +93,7 @@ def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Any:
-    """A coordinator of all jobs, whose first one is armed."""
+    """A coordinator whose first job is armed."""
     made = Stage(tmp_path, Limits(), trigger={"pause": "12h", "boards": "50%"})
     yield made
     made.store.close()
@@ -113,7 +113,7 @@ def reasons(stage: Stage, run: str) -> list[str]:
 
 
 def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
-    """Nobody asks for it: half of the boards tell of drift, its run starts, is done, and both logs say why."""
+    """Half of the boards tell of drift: a run starts, is carried out, and both logs say why."""
     a, b = stage.hand("a"), stage.hand("b")
     assert stage.store.status(stage.job) == ARMED
     tells(stage, a, 0.0)
@@ -147,7 +147,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
 
 
 def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) -> None:
-    """[cohort] select is for a label that none has."""
+    """A board without the label of [cohort] select starts nothing, however much its inputs drift."""
     stage = Stage(tmp_path, Limits(), trigger={}, cohort={"deadline_s": 30.0, "attempts": 1, "select": ["site=lab"]})
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
@@ -156,8 +156,8 @@ def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) 
 
 
 def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
-    """Until then no board is asked, and no second run is started; `ls` says what it waits for."""
-    stage = Stage(tmp_path, Limits(), trigger={"approve": True, "pause": "1m"})
+    """Before the approval no board is asked and no second run is started; `ls` says what the run waits for."""
+    stage = Stage(tmp_path, Limits(), trigger={"approve": True, "pause": "0m"})
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play(5.0)
@@ -173,7 +173,7 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     assert "begins" in requests.approve(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
-    assert stage.store.status(started.id) == "running"
+    assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
         requests.approve(stage.store, started.id)
@@ -195,7 +195,7 @@ def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
 
 
 def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: Stage) -> None:
-    """When it started a run last is not known."""
+    """Without its log nobody knows when the armed run started another last; the run that it started goes on."""
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play()
@@ -209,7 +209,7 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: St
 
 
 def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
-    """From what is kept of boards, as whoever asks is another process than the coordinator."""
+    """`ls` is another process than the coordinator, and reads what is kept of boards."""
     noted, now = Boards(stage.store.home), time.time()
     for name, drift in (("a", 0.9), ("b", 0.1), ("c", 0.1)):
         noted.heard((name, wire.Presence(online=True, boot="1")), 0.0)

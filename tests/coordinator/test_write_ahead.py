@@ -81,7 +81,7 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> 
 
 
 def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:
-    """As where another process, the last that had the database open, closes it at this moment."""
+    """Another process, the last that had the database open, may close it and remove the log at this moment."""
 
     class Closing(Disk):
         def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:

@@ -54,7 +54,7 @@ class Fleet:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """An agent's process begins."""
+        """Start the process of an agent."""
         will = (TOPICS.device(name, "up", "presence"), wire.encode(wire.Presence(online=False, boot="x")))
         self.links[name] = self.ground.broker.connect(will)
         options = AgentSettings(device=name, fleet="f", home=str(self.ground.folder / "agents" / name))
@@ -64,7 +64,7 @@ class Fleet:
         )
 
     def end(self, name: str) -> None:
-        """It is killed."""
+        """Kill the process of an agent."""
         self.ground.broker.lose(self.links.pop(name))
         del self.agents[name]
 
@@ -93,7 +93,7 @@ def ground(tmp_path: Path) -> Ground:
 
 
 def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(ground: Ground) -> None:
-    """One is off all the time, and catches up when it returns; the last is taken back from all."""
+    """A board that is off meanwhile catches up when it returns; the last model is taken back from all boards."""
     put = ground.store.depot.put
     good, bad, other = (put(each).sha256 for each in (MODEL, b"bad" * 1000, OTHER))
     fleet = Fleet(ground, COUNT, {bad})
@@ -123,7 +123,7 @@ def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(g
 
 
 def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -> None:
-    """Those that wait give it up, and what they are told stands in the coordinator's log."""
+    """Boards in the middle of their check give the model up, and say so."""
     fleet = Fleet(ground, 4, set())
     for model in fleet.models.values():
         model.verdict = None  # the check goes on
@@ -137,7 +137,7 @@ def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -
 
 
 def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> None:
-    """These agents exchange models alone; a rollout of another kind goes on beside."""
+    """Agents of this test exchange models alone; a rollout of another kind does not disturb that of a model."""
     fleet = Fleet(ground, 3, set())
     model = ground.deploy(soak_s=1.0)
     settings = ground.store.rollouts.add(Plan("settings", "budget", settings={"budget": "1GB"}))
@@ -149,7 +149,7 @@ def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> N
 
 # -- processes ------------------------------------------------------------------------------------
 def installed(home: Path, phase: str) -> list[str]:
-    """Boards that say this of the latest rollout."""
+    """Boards in a phase of the latest rollout."""
     with Store(home) as store:
         state = store.rollouts.find().state
     return [device for device in state.offered if state.phase(device) == phase]
@@ -166,7 +166,7 @@ def fedquilt(*words: str) -> str:
 def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes
 ) -> None:
-    """Agents and coordinator are processes; the coordinator is killed in the middle. One board is off at first."""
+    """Agents and coordinator are processes; the coordinator is killed midway, and one board is off at first."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
     agents = {}

@@ -169,7 +169,7 @@ def lines(found: Front, job: Job) -> list[str]:
 
 
 def _missed(plan: Plan, cohort: Cohort) -> str:
-    """Bound of [cohort] that the chosen plan does not keep, as no plan does, in a line of its own; "": it keeps all."""
+    """Line that names the bound of [cohort] that no plan keeps; "": the chosen plan keeps all bounds."""
     for name, bound, reached in (
         ("joules_per_round", cohort.joules_per_round, plan.joules),
         ("seconds_per_round", cohort.seconds_per_round, plan.seconds),

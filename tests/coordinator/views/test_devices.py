@@ -72,7 +72,7 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
 
 
 def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
-    """Answers, drift, and accuracy where labels arrive; all three for programs too."""
+    """A board's lines and its JSON have answers, drift, and accuracy where labels arrive."""
     with BoardStore(tmp_path, writes=True) as store:
         known = {"a": Reading(int(NOW), served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
         store.write([Board(name, online=True) for name in known], known.items())
@@ -94,7 +94,7 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: int, told: str) -> None:
-    """A task of hundreds of MB had two digits and an exponent."""
+    """Hundreds of MB are written in full, not with an exponent."""
     board = msgspec.structs.replace(WORKING, budget_bytes=budget)
     reading = Reading(int(NOW), task_bytes=task)
     assert told in devices.lines([devices.Device(board, reading)], NOW, wide=80)[3]

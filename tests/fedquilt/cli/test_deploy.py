@@ -29,7 +29,7 @@ def graph(operator: str = "Relu") -> bytes:
 
 
 def ran(home: Path, method: str = "fedavg", status: str = "done") -> str:
-    """A run that has come to its first state; its id."""
+    """Begin a run that has its first state; returns its id."""
     folder = home.with_name(f"{home.name}.bundle")
     first = numpy_engine.init(NETWORK, seed=0)
     bundle.write(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode(first)})
@@ -98,7 +98,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
 
 
 def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blob is the file that `export` makes."""
+    """A deployed run brings the file that `export` makes."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run, file = ran(home), home.with_name("out.onnx")
     assert main(["deploy", "digits", "--home", str(home)]) == 0
@@ -113,7 +113,7 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
 def test_a_network_of_which_a_part_stays_on_boards_is_refused_by_name(
     home: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    """With the mend; nothing is queued."""
+    """The sentence names the method and what can be deployed instead; nothing is queued."""
     ran(home, method)
     said = refused(capsys, "deploy", "digits", "--home", str(home))
     assert f"{method} leaves" in said
@@ -129,7 +129,7 @@ def test_a_network_of_which_a_part_stays_on_boards_is_refused_by_name(
 def test_a_file_that_no_board_would_load_is_refused(
     home: Path, capsys: pytest.CaptureFixture[str], payload: bytes | str, said: str
 ) -> None:
-    """As a board would refuse it, before anything is sent."""
+    """A file that a board would refuse is refused before anything is sent."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph(payload) if isinstance(payload, str) else payload)
     assert said in refused(capsys, "deploy", "--model", str(file), "--home", str(home))
@@ -138,7 +138,7 @@ def test_a_file_that_no_board_would_load_is_refused(
 
 
 def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing, both, a run that is not done, a file that is not there, two wishes at once."""
+    """A deploy takes a run or a file, of which one is needed and has to be there, and one wish at most."""
     ran(home, status="stopped")
     at = ("--home", str(home))
     assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", *at)
@@ -160,6 +160,7 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
         (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
         (("--soak", "-1s"), "-1s is less than 0"),
         (("--max-peak", "much"), "'much' is no size"),
+        (("--max-peak", "-5MB"), "'-5MB' is no size"),
         (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
         (("--to", "Site Lab"), "selects no boards"),
     ],
@@ -167,14 +168,15 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
 def test_a_number_that_is_none_is_named(
     home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    """With what would be one."""
+    """The refusal of a number says how to write one."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     assert said in refused(capsys, "deploy", *words, "--model", str(file), "--home", str(home))
 
 
-def test_shares_points_and_times_are_read() -> None:
-    """With their signs and units."""
+def test_shares_points_times_and_sizes_are_read() -> None:
+    """Signs and units are those that --help shows; sizes are written as in agent.toml."""
+    assert [phased.size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
     assert [phased.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
     assert [phased.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
     assert [phased.seconds(each) for each in ("40ms", "60s", "10min", "2h", "1d")] == [
@@ -187,7 +189,7 @@ def test_shares_points_and_times_are_read() -> None:
 
 
 def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a table, in detail with the boards that have not committed it, and as JSON."""
+    """`rollouts` prints a table, one rollout with the boards that have not committed it, and JSON."""
     assert main(["rollouts", "--home", str(home)]) == 0
     assert f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one" in capsys.readouterr().out
     with Store(home) as store:
@@ -216,7 +218,7 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the rollout's id, its name, or the latest."""
+    """A rollout is named by its id or by what it brings; without a name the latest is meant."""
     with Store(home) as store:
         id = store.rollouts.add(Plan("model", "digits"))
     assert main(["deploy", "--abort", "--home", str(home)]) == 0
@@ -229,7 +231,7 @@ def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureF
 
 
 def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An upgrade of agents or settings that came later are left alone, unless they are named."""
+    """Later rollouts of agents or settings are left alone, unless they are named."""
     with Store(home) as store:
         model, agent, budget = (store.rollouts.add(Plan(kind, kind)) for kind in ("model", "agent", "settings"))
     assert f"{model} is queued" in refused(capsys, "deploy", "--rollback", "--home", str(home))

@@ -26,7 +26,7 @@ def queued(home: Path) -> Plan:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command says that is refused."""
+    """The sentence with which a command line is refused."""
     try:
         code = cli.main([*words])
     except SystemExit as end:
@@ -56,7 +56,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(
 
 
 def test_what_is_no_bundle_is_not_sent(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor one with a wheel that was changed: no board would take it."""
+    """A bundle that no board would take, such as one with a changed wheel, is refused."""
     (tmp_path / "x").write_bytes(b"x" * 1000)
     assert "is no bundle of an upgrade" in refused(capsys, "upgrade", str(tmp_path / "x"), "--home", str(home))
     house = [upgrades.toy(tmp_path / "house")]

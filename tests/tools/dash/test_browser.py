@@ -170,7 +170,7 @@ def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: B
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home: Path, size: tuple[int, int]) -> None:
-    """From the list to the one that was aborted, to the board's own words and numbers."""
+    """The list leads to the aborted rollout, with the reasons and numbers that boards gave."""
     with Dashboard(home) as dash:
         tab = opened(browser, dash, "/rollouts", size)
         assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
@@ -187,7 +187,7 @@ def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home
 
 
 def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
-    """Without the token there is only a sentence; what is asked for is in the store for the coordinator."""
+    """Without the token the page has only a sentence; with it, the wish is stored for the coordinator."""
     with Store(home) as store:
         id = store.rollouts.find(ROLLED).state.id
     with Dashboard(home, "--actions") as dash:

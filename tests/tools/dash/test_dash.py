@@ -1,29 +1,21 @@
-"""A dashboard as a process: what it shows, what it refuses, and that nothing else notices it."""
+"""A dashboard as a process: what it shows, and what it refuses."""
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
-import os
 import re
-import signal
-import sqlite3
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import dashes
-import homes
 import pytest
 from dashes import Dashboard
 
 from fedquilt import cli
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import Committed
-from fedquilt.coordinator.housekeeping import remove
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.dash.watch import WATCHERS
 
@@ -208,12 +200,12 @@ def test_a_dashboard_that_only_shows_does_nothing(dash: Dashboard) -> None:
 )
 @pytest.mark.parametrize("path", ["/", "/api/fleet", "/api/events"])
 def test_pages_of_somebody_else_see_nothing(dash: Dashboard, path: str, headers: dict[str, str]) -> None:
-    """They are refused before they can take one of the places of those who watch."""
+    """Requests with the marks of another site are refused before they take one of the places of those who watch."""
     assert dash.problem(path, **headers)[0] == 403
 
 
 def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
-    """With all three it is asked for once; one that has ended says so, and what is not there is not found."""
+    """With all three a rollout is ended; one that has ended already is a conflict, an unknown one is not found."""
     home = tmp_path / "runs"
     ended = dashes.add_rollout(home, DEVICES, TABLES, bad=True)
     id = dashes.add_rollout(home, DEVICES, MARKUP)
@@ -335,131 +327,6 @@ def test_markup_of_a_board_stays_text(tmp_path: Path) -> None:
         _, headers, body = dash.ask("/api/fleet")
         assert headers["content-type"] == "application/json"
         assert json.loads(body)["boards"][0]["labels"] == [MARKUP]
-
-
-# -- what happens to the home --
-
-
-def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
-    """Whoever asks for the deleted run is told its name, and other runs are still listed."""
-    home = tmp_path / "runs"
-    run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
-    dashes.add_run(home, dashes.facts(DEVICES))
-    with Dashboard(home) as dash:
-        assert dash.values(f"/api/runs/{run}")["status"] == "stopped"
-        with Store(home) as store:
-            remove(store, [run])
-        dash.until("/api/runs", lambda told: [each["name"] for each in told["runs"]] == ["digits"])
-        for path in (f"/api/runs/{run}", f"/api/runs/{run}/why", f"/api/log?run={run}"):
-            assert dash.problem(path) == (404, f"there is no run {run!r} in {home} any more, or never was")
-
-
-def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
-    """The row says so, and the pages of the others are whole."""
-    home = tmp_path / "runs"
-    ids = [dashes.add_run(home, dashes.facts(DEVICES), name) for name in ("first", "second", "third")]
-    with sqlite3.connect(home / "fedquilt.db") as db:
-        db.execute("update facts set body = replace(body, 'memory', 'memorx') where job = ?", (ids[0],))
-        db.execute("update jobs set status = 'done' where id = ?", (ids[1],))
-    db.close()
-    with Dashboard(home) as dash:
-        told = dash.until(
-            "/api/runs", lambda told: sum("problem" in each or "done" in each for each in told["runs"]) == 3
-        )
-        problems = [each.get("problem", "") for each in told["runs"]]
-        assert not problems[0]
-        assert "is not what was written" in problems[1]
-        assert "not the one before" in problems[2] or "is not what was written" in problems[2]
-        assert dash.problem(f"/api/runs/{ids[0]}")[0] == 409
-        assert dash.values(f"/api/runs/{ids[2]}")["done"] == 2
-
-
-@pytest.mark.parametrize("name", ["fedquilt.db", "boards.db"])
-def test_a_database_that_is_no_database(tmp_path: Path, name: str) -> None:
-    """Its pages answer with a sentence; the dashboard goes on, and shows the database again once it is back."""
-    home = tmp_path / "runs"
-    dashes.add_run(home, dashes.facts(DEVICES))
-    dashes.add_boards(home, DEVICES)
-    path = "/api/runs" if name == "fedquilt.db" else "/api/fleet"
-    with Dashboard(home) as dash:
-        dash.values(path)
-        (home / name).rename(home / "good")
-        for end in ("-wal", "-shm"):
-            (home / f"{name}{end}").unlink(missing_ok=True)
-        (home / name).write_bytes(b"no database at all" * 1000)
-        dash.until_status(path, 503)
-        (home / "good").replace(home / name)
-        dash.until_status(path, 200)
-
-
-def test_a_home_that_is_written_while_it_is_read(tmp_path: Path) -> None:
-    """Every answer is of one moment: the updates that are counted are those of the rounds that have ended."""
-    home = tmp_path / "runs"
-    found = dashes.facts(DEVICES, 9)
-    run = dashes.add_run(home, found[:2])
-    written: list[int] = []
-
-    def write() -> None:
-        with Store(home, durable=False) as store:
-            for fact in found[2:]:
-                store.append(run, fact)
-                written.append(1)
-
-    with Dashboard(home) as dash:
-        writer = threading.Thread(target=write)
-        writer.start()
-        asked = 0
-        while writer.is_alive():
-            told = dash.values(f"/api/runs/{run}?asked={asked}")
-            assert all(row["participants"] == 15 for row in told["table"])
-            asked += 1
-        writer.join()
-        assert len(written) == len(found) - 2
-        assert dash.until(f"/api/runs/{run}", lambda told: told["done"] == 8)["now"]["answered"] == 1
-    with Store(home) as store:
-        assert len(list(store.facts(run))) == len(found)
-
-
-def digests(home: Path) -> dict[str, str]:
-    """What every file of a home holds, but SQLite's own shared memory."""
-    files = [path for path in home.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.stat().st_size}
-
-
-def test_it_writes_nothing(tmp_path: Path) -> None:
-    """No file of a home has changed after a dashboard has shown its pages."""
-    home = tmp_path / "runs"
-    dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
-    dashes.add_boards(home, DEVICES)
-    before = digests(home)
-    with Dashboard(home) as dash:
-        for path in ("/api/fleet", "/api/boards/board-00001", "/api/runs", "/api/runs/leaves", "/api/runs/leaves/why"):
-            dash.values(path)
-        assert dash.ask("/api/runs/leaves/report")[0] == 200
-        dash.process.send_signal(signal.SIGTERM)
-        assert dash.process.wait(timeout=dashes.LIMIT_S) == 0
-    assert digests(home) == before
-
-
-def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
-    """A dashboard that dies while it reads leaves a run with the states of one that nobody watched."""
-    watched, alone = homes.Federation(tmp_path / "watched").make(), homes.Federation(tmp_path / "alone").make()
-    alone.run()
-    with Dashboard(tmp_path / "watched" / "coordinator") as dash:
-
-        def look(fact: object) -> bool:
-            if isinstance(fact, Committed) and fact.round == 2:
-                dash.until("/api/runs", lambda told: told["runs"][0].get("done", 0) >= 2)
-                begun = http.client.HTTPConnection("127.0.0.1", dash.port)
-                begun.request("GET", "/api/runs/sim/report")  # nobody reads the answer
-                os.kill(dash.process.pid, signal.SIGKILL)
-                dash.process.wait()
-                begun.close()
-            return False
-
-        watched.run(look)
-        assert dash.process.returncode == -signal.SIGKILL
-    assert watched.states() == alone.states()
 
 
 # -- how it is begun --

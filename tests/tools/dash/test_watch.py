@@ -45,7 +45,7 @@ def written(made: Watch, name: str = "runs") -> None:
 
 
 def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_details(tmp_path: Path) -> None:
-    """A run that goes on is held in any case."""
+    """A run that goes on is held besides them."""
     going = dashes.add_run(tmp_path, dashes.facts(DEVICES), "going")
     facts = dashes.facts(DEVICES, ended=True)
     ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(HELD + 2)]
@@ -59,7 +59,7 @@ def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_detail
 
 
 def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path) -> None:
-    """Its log is read again first."""
+    """The log is read again before the summary of a run that went on is told."""
     facts = dashes.facts(DEVICES, 4, ended=True)
     early = next(place for place, fact in enumerate(facts) if getattr(fact, "round", 0) == 2)
     run = dashes.add_run(tmp_path, facts[:early], status="stopped")
@@ -80,7 +80,7 @@ def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path)
 
 
 def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_first(tmp_path: Path) -> None:
-    """As when a backup takes the place of a home."""
+    """A backup may take the place of a home."""
     home, other = tmp_path / "home", tmp_path / "other"
     before = dashes.add_run(home, dashes.facts(DEVICES), "before")
     after = dashes.add_run(other, dashes.facts(DEVICES, ended=True), "after")
@@ -100,7 +100,7 @@ def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_f
 def test_boards_are_read_again_after_a_while_though_nobody_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float, again: bool
 ) -> None:
-    """Readings grow too old by themselves."""
+    """Readings of boards grow too old though nothing is written."""
     monkeypatch.setattr(watch, "OLD_S", old_s)
     dashes.add_boards(tmp_path, DEVICES)
 
@@ -143,7 +143,7 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
 
 
 def test_a_page_before_the_first_is_the_first(tmp_path: Path) -> None:
-    """As one beyond the last is the last."""
+    """Page 0 shows what page 1 shows."""
     dashes.add_boards(tmp_path, DEVICES)
     told = watched(tmp_path, lambda made: pages.fleet(made, {"page": "0"}))
     assert (told["page"], [each["device"] for each in told["boards"]]) == (1, DEVICES)
@@ -151,7 +151,7 @@ def test_a_page_before_the_first_is_the_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["aboard", "board-000000", "zeppelin"])
 def test_a_board_that_nobody_has_heard_of_is_no_other_board(tmp_path: Path, name: str) -> None:
-    """Wherever among the others its name would be."""
+    """A name before, between or after those of known boards is refused."""
     dashes.add_boards(tmp_path, DEVICES)
     Store(tmp_path).close()
     with pytest.raises(pages.MissingBoardError, match=name):

@@ -1,17 +1,19 @@
 // One rollout: how far its boards are, why some do not have it, and what happened; whoever may ends it or takes it back.
 import { boardLink, day, h, metric, percent, since, sync, table, tile } from "./dom.js";
 import { boards } from "./rollouts.js";
-import { status } from "./runs.js";
+import { actions, status } from "./runs.js";
 
 const TITLES = { abort: "End this rollout", rollback: "Take this rollout back" };
 
 export function page(place, { name, again, ask, session, say }) {
   const head = h("p", { class: "soft" }), tiles = h("dl", { class: "tiles" }), why = h("p", { class: "notice bad", hidden: true });
-  const buttons = h("p", { class: "buttons", hidden: true }), counts = h("div"), more = h("p", { class: "none", hidden: true });
+  const sure = (what) => `${TITLES[what]}: ${name}? Boards that have it return to what they ran before.`;
+  const acts = actions(`rollouts/${encodeURIComponent(name)}`, TITLES, sure, "To end rollouts", { again, ask, session, say });
+  const counts = h("div"), more = h("p", { class: "none", hidden: true });
   const { made: list, body } = table("boards of this rollout", [{ text: "Board" }, { text: "Step" }, { text: "How far" }, { text: "Accuracy", class: "number" }, { text: "Answer", class: "number" }, { text: "Why" }], "cards");
   const { made: log, body: lines } = table("what happened", [{ text: "When" }, { text: "What" }], "cards");
   place.append(
-    h("p", { class: "crumbs" }, h("a", { href: "/rollouts" }, "Rollouts")), h("h1", {}, name), head, buttons, why, tiles,
+    h("p", { class: "crumbs" }, h("a", { href: "/rollouts" }, "Rollouts")), h("h1", {}, name), head, acts.made, why, tiles,
     h("section", {}, h("h2", {}, "Boards"), counts, list, more),
     h("section", {}, h("h2", {}, "What happened"), log));
 
@@ -23,7 +25,7 @@ export function page(place, { name, again, ask, session, say }) {
     why.textContent = told.reason;
     tiles.replaceChildren(tile("step", told.now), tile("boards that were offered it", String(told.offered)), tile("begun", since(told.created, "", " ago")),
       ...Object.entries(told.limits).map(([what, limit]) => tile(what, limit)));
-    steer(told);
+    acts.offer({ abort: ["queued", "running"].includes(told.status), rollback: told.status === "done" });
     counts.replaceChildren(told.offered ? boards(told.counts) : "No board has been offered it yet.");
     list.hidden = !told.boards.length;
     sync(body, told.boards, (each) => each.device, row);
@@ -40,28 +42,5 @@ export function page(place, { name, again, ask, session, say }) {
       td("Answer", "number", measured.latency_s === undefined ? "–" : `${(1000 * measured.latency_s).toPrecision(3)} ms`), td("Why", "words", each.reason));
   }
 
-  function steer(told) {
-    const may = session.proof !== null;
-    buttons.hidden = !session.actions;
-    if (!session.actions) return;
-    const can = { abort: ["queued", "running"].includes(told.status), rollback: told.status === "done" };
-    const text = JSON.stringify([may, can]);
-    if (buttons.text === text) return;
-    buttons.text = text;
-    buttons.replaceChildren(...Object.keys(TITLES).filter((what) => can[what]).map((what) => h("button", { type: "button", disabled: !may, onclick: () => act(what) }, TITLES[what])),
-      may ? "" : h("small", {}, "To end rollouts, open the address that `fedquilt dash --actions` printed."));
-  }
-
-  async function act(what) {
-    if (!confirm(`${TITLES[what]}: ${name}? Boards that have it return to what they ran before.`)) return;
-    try {
-      const told = await ask(`/api/rollouts/${encodeURIComponent(name)}/${what}`, { method: "POST", headers: { "x-fedquilt-proof": session.proof } });
-      say(told.said);
-    } catch (problem) {
-      say(problem.message, true);
-    }
-    again();
-  }
-
-  return { show, wants: ["runs"], allowed: () => { buttons.text = ""; again(); }, gone: () => { buttons.hidden = true; } };
+  return { show, wants: ["runs"], allowed: again, gone: () => { acts.made.hidden = true; } };
 }

@@ -1,14 +1,14 @@
 // One run, live: figures, plots over its rounds, who took part in a round and why the others did not, and its report.
 import { boardLink, day, field, h, joules, metric, pager, query, remember, since, size, sync, table, tile } from "./dom.js";
 import { plot, ticks } from "./plot.js";
-import { status, tally } from "./runs.js";
+import { actions, status, tally } from "./runs.js";
 
-const WORDS = { approve: "Approve", stop: "Stop", resume: "Resume" };
+const TITLES = { approve: "Approve this run", stop: "Stop this run", resume: "Resume this run" };
 const REPORT_MS = 15000;
 
 export function page(place, { name, again, ask, session, say }) {
   const head = h("p", { class: "soft" }), tiles = h("dl", { class: "tiles" }), wait = h("p", { class: "notice", hidden: true });
-  const buttons = h("p", { class: "buttons", hidden: true });
+  const acts = actions(`runs/${encodeURIComponent(name)}`, TITLES, (what) => `${TITLES[what]}: ${name}?`, "To approve, stop and resume", { again, ask, session, say });
   const plots = h("div", { class: "plots" }), live = h("p", { class: "soft" });
   const counts = h("div", { class: "tally" });
   const step = (by) => { remember({ round: String(Math.max(0, shownRound + by)), page: "" }); again(); };
@@ -27,7 +27,7 @@ export function page(place, { name, again, ask, session, say }) {
     if (found && frame.src) frame.style.height = `${found.scrollHeight + 8}px`;
   }
   place.append(
-    h("p", { class: "crumbs" }, h("a", { href: "/runs" }, "Runs")), h("h1", {}, name), head, buttons, tiles, wait,
+    h("p", { class: "crumbs" }, h("a", { href: "/runs" }, "Runs")), h("h1", {}, name), head, acts.made, tiles, wait,
     h("section", {}, h("h2", {}, "Rounds"), plots),
     h("section", { id: "why" }, h("h2", {}, "Who took part, and who not"), live,
       h("div", { class: "filters" }, h("label", {}, h("span", {}, "Round"), which), h("div", { class: "views" }, back, on, newest),
@@ -116,30 +116,9 @@ export function page(place, { name, again, ask, session, say }) {
     drawing = false;
   }
 
-  let stands = "";
-  function steer(told) {
-    stands = told.status;
-    const may = session.proof !== null;
-    buttons.hidden = !session.actions;
-    if (!session.actions) return;
-    const can = { approve: stands === "waiting for approval", stop: ["armed", "waiting for approval", "queued", "running", "waiting"].includes(stands), resume: ["stopped", "failed", "interrupted"].includes(stands) && told.origin === "run" };
-    const text = JSON.stringify([may, can]);
-    if (buttons.text === text) return;
-    buttons.text = text;
-    buttons.replaceChildren(...Object.keys(WORDS).filter((what) => can[what]).map((what) => h("button", { type: "button", disabled: !may, onclick: () => act(what) }, `${WORDS[what]} this run`)),
-      may ? "" : h("small", {}, "To approve, stop and resume, open the address that `fedquilt dash --actions` printed."));
+  function steer({ origin, status: stands }) {
+    acts.offer({ approve: stands === "waiting for approval", stop: ["armed", "waiting for approval", "queued", "running", "waiting"].includes(stands), resume: ["stopped", "failed", "interrupted"].includes(stands) && origin === "run" });
   }
 
-  async function act(what) {
-    if (!confirm(`${WORDS[what]} ${name}?`)) return;
-    try {
-      const told = await ask(`/api/runs/${encodeURIComponent(name)}/${what}`, { method: "POST", headers: { "x-fedquilt-proof": session.proof } });
-      say(told.said);
-    } catch (problem) {
-      say(problem.message, true);
-    }
-    again();
-  }
-
-  return { show, wants: ["runs"], allowed: () => { buttons.text = ""; again(); }, gone: () => { buttons.hidden = true; live.hidden = true; } };
+  return { show, wants: ["runs"], allowed: again, gone: () => { acts.made.hidden = true; live.hidden = true; } };
 }

@@ -21,6 +21,33 @@ export function page(place, { again, ask }) {
 
 export const status = (word) => h("span", { class: `status ${word}` }, word);
 
+// Buttons by which whoever has the token acts on the run or rollout at `path`; `offer` shows those that can be pressed now.
+export function actions(path, titles, sure, purpose, { again, ask, session, say }) {
+  const made = h("p", { class: "buttons", hidden: true });
+  let shown = "";
+  function offer(can) {
+    const may = session.proof !== null, text = JSON.stringify([may, can]);
+    made.hidden = !session.actions;
+    if (!session.actions || shown === text) return;
+    shown = text;
+    made.replaceChildren(...Object.keys(titles).filter((what) => can[what]).map((what) => h("button", { type: "button", disabled: !may, onclick: () => act(what) }, titles[what])),
+      may ? "" : h("small", {}, `${purpose}, open the address that \`fedquilt dash --actions\` printed.`));
+  }
+
+  async function act(what) {
+    if (!confirm(sure(what))) return;
+    try {
+      const told = await ask(`/api/${path}/${what}`, { method: "POST", headers: { "x-fedquilt-proof": session.proof } });
+      say(told.said);
+    } catch (problem) {
+      say(problem.message, true);
+    }
+    again();
+  }
+
+  return { made, offer };
+}
+
 export function tally(now, run) {
   return h("span", { class: "tally" }, now.counts.map((each) => h("a", { href: `/runs/${encodeURIComponent(run)}?round=${now.round}&code=${encodeURIComponent(each.code)}#why`, class: `code ${each.code}` }, `${each.count.toLocaleString("en")} ${each.text.split(":")[0]}`)));
 }

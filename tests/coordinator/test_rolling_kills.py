@@ -1,0 +1,141 @@
+"""Rollouts whose coordinator is killed at a call to its disk or its broker, and is started again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolled import TOPICS, Ground, Judge, good
+
+from fedquilt import wire
+from fedquilt.coordinator import requests, rollouts
+from fedquilt.coordinator.rollouts import Aborted, Offered, RolledBack
+from fedquilt.coordinator.store import Store
+from fedquilt.testing.faults.disk import Crash, SimDisk
+from fedquilt.testing.faults.platter import Platter
+
+BAD: Judge = lambda device, release: "returned"  # noqa: E731
+
+
+class Doomed:
+    """Computer of a coordinator whose process ends at one of its calls to the disk or the broker."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        self.platter = Platter("/coordinator", folder)
+        self.calls, self.at, self.dead = 0, at, False
+
+    def __call__(self, what: str, where: object) -> OSError | None:
+        self.calls += 1
+        if self.dead or self.calls == self.at:
+            self.dead = True
+            raise Crash
+        return None
+
+    def disk(self) -> SimDisk:
+        return SimDisk(self.platter, self)
+
+
+def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable[[Ground], None]) -> Ground:
+    """A rollout whose coordinator ends at a call, and is started again."""
+    (folder / "databases").mkdir(parents=True)
+    doomed = Doomed(folder / "databases", -1)
+    ground = Ground(folder, doomed.disk(), Path("/coordinator"))
+    ground.fleet(6, judge)
+    ground.deploy(name="new", patience_s=60.0, phases=(0.5, 1.0))
+    doomed.calls, doomed.at = 0, at
+    ground.calls = doomed  # type: ignore[attr-defined]
+
+    def mortal() -> None:
+        publish = ground.link.publish
+        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)  # type: ignore[method-assign, func-returns-value]
+
+    mortal()
+    while True:
+        try:
+            steps(ground)
+            return ground
+        except Crash:
+            ground.broker.lose(ground.link)
+            doomed.dead = False
+            ground.disk.end()  # type: ignore[attr-defined]
+            doomed.platter.power_fails(random.Random(at)) if power else doomed.platter.processes_end()
+            ground.disk = doomed.disk()
+            ground.start()
+            mortal()
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
+    """In the end all boards run the model, and each was offered it once."""
+    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+    assert calls > 60
+    for at in range(1, calls, 5):
+        ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
+        state = ground.state()
+        assert state.status == "done", at
+        assert len(ground.having()) == 6
+        offered = [fact.devices for _, _, fact in ground.store.rollouts.facts(state.id) if isinstance(fact, Offered)]
+        assert sorted(sum(offered, ())) == sorted(state.offered)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
+    tmp_path: Path, power: bool
+) -> None:
+    """The rollout is aborted once, only the canary ever ran the model, and no board runs it in the end."""
+    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+    for at in range(1, calls, 3):
+        ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
+        assert ground.state().status == "aborted", at
+        assert len(ground.ever()) == 1
+        assert ground.having() == []
+        facts = ground.store.rollouts.facts(ground.state().id)
+        assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
+
+
+def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
+    tmp_path: Path,
+) -> None:
+    """A coordinator that is killed between the facts of an abort and its releases leaves the broker with older ones."""
+    ground = Ground(tmp_path)
+    (board,) = ground.fleet(1)
+    id = ground.deploy()
+    ground.play()
+    board.go()
+    ground.store.rollouts.append([(id, RolledBack(ground.store.rollouts.serial()))])
+    ground.restart()
+    ground.play(1.0)
+    reader = ground.broker.connect()
+    reader.subscribe([TOPICS.device(board.name, "dn", "model")])
+    ground.play(0.2)
+    (message,) = reader.receive()
+    assert wire.decode(message.payload, wire.Release).back
+
+
+def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
+    """A coordinator that is killed after sending a release knows it from its log."""
+    ground = Ground(tmp_path)
+    publish, sent = ground.link.publish, list[bool]()
+
+    def seen(topic: str, payload: bytes, **named: Any) -> None:
+        route = wire.route(topic)
+        if route.leaf == "model":
+            with Store(ground.home) as written:
+                wanted = rollouts.release(written.rollouts.find().state, route.device)
+            assert (wire.decode(payload, wire.Release) if payload else None) == wanted
+            sent.append(wanted is not None and wanted.back)
+        publish(topic, payload, **named)
+
+    ground.link.publish = seen  # type: ignore[method-assign]
+    ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
+    for name, ended in (("bad", "aborted"), ("good", "rolled back")):
+        id = ground.deploy(name=name)
+        ground.play(30.0)
+        if name == "good":
+            requests.roll_back(ground.store, id)
+            ground.play()
+        assert ground.state(id).status == ended
+    assert sorted(set(sent)) == [False, True]

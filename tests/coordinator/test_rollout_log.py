@@ -1,0 +1,94 @@
+"""Rollouts in a home's database: what is kept, what is read back, and what is said of damage."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolled import MODEL, OTHER, Ground
+
+from fedquilt import wire
+from fedquilt.coordinator.rollouts import Begun, Offered, Plan
+from fedquilt.coordinator.store import Store
+from fedquilt.core import StoreError
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    """A home without boards."""
+    return Ground(tmp_path)
+
+
+def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
+    """The blob of a done rollout is kept until all its boards have a later one; an undone rollout has none."""
+    ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
+    digests = [ground.store.depot.put(each).sha256 for each in (MODEL, OTHER, b"bad")]
+    ground.deploy(MODEL, name="first")
+    assert ground.store.held() == {digests[0]}
+    ground.play(30.0)
+    ground.deploy(b"bad", name="bad")
+    assert ground.store.held() == {digests[0], digests[2]}
+    ground.play(30.0)
+    assert ground.state().status == "aborted"
+    ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    assert ground.state().status == "done"
+    assert ground.store.held() == {digests[1]}
+
+
+def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) -> None:
+    """A fact that is written between two reads of one rollout would otherwise look like damage."""
+    id = ground.deploy()
+    ground.play(8.0)
+    with Store(ground.home) as reader:
+        line = reader.rollouts._line
+        number = itertools.count(100)
+
+        def slow(wanted: str) -> Any:
+            found = line(wanted)
+            ground.store.rollouts.append([(id, Offered(0, (f"x-{next(number)}",)))])
+            return found
+
+        reader.rollouts._line = slow  # type: ignore[method-assign]
+        assert [kept.state.id for kept in reader.rollouts.all()] == [id]
+        assert reader.rollouts.find().state.id == id
+        assert reader.rollouts.facts(id)
+        assert reader.rollouts.unreadable() == {}
+
+
+def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
+    """A later rollout is carried out; the damaged one is named in the log, in errors and to whoever clears up blobs."""
+    ground.fleet(2)
+    first = ground.deploy(MODEL, name="first")
+    ground.play(30.0)
+    ground.store._db.execute("update rollout_facts set at = at + 1 where seq = 2")
+    ground.restart()
+    second = ground.deploy(OTHER, name="second")
+    ground.play(30.0)
+    assert ground.state(second).status == "done"
+    assert f"the log of {first} in" in caplog.text
+    assert ground.store.unsound() == [first]
+    with pytest.raises(StoreError, match="is damaged: fact 2"):
+        ground.store.rollouts.find(first)
+
+
+def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_back(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home that was put back has forgotten serials, which are of seconds that have passed."""
+    monkeypatch.setattr("time.time", lambda: 5e9)
+    assert ground.store.rollouts.serial() == 5_000_000_000
+    ground.store.rollouts.append([(ground.deploy(), Begun(6_000_000_000))])
+    assert ground.store.rollouts.serial() == 6_000_000_001
+
+
+def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
+    """Settings of any kind and limits survive a restart of the coordinator."""
+    plan = Plan(
+        "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.Limits(min_gain=0.0)
+    )
+    id = ground.store.rollouts.add(plan)
+    ground.restart()
+    assert ground.state(id).plan == plan

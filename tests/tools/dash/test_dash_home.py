@@ -1,0 +1,146 @@
+"""A dashboard as a process beside a home that is written, damaged, replaced or has a run deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import signal
+import sqlite3
+import threading
+from pathlib import Path
+
+import dashes
+import homes
+import pytest
+from dashes import Dashboard
+
+from fedquilt.coordinator.facts import Committed
+from fedquilt.coordinator.housekeeping import remove
+from fedquilt.coordinator.store import Store
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
+
+DEVICES = dashes.names(40)
+
+
+def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
+    """A request for a deleted run is answered with its name, and other runs are still listed."""
+    home = tmp_path / "runs"
+    run = dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
+    dashes.add_run(home, dashes.facts(DEVICES))
+    with Dashboard(home) as dash:
+        assert dash.values(f"/api/runs/{run}")["status"] == "stopped"
+        with Store(home) as store:
+            remove(store, [run])
+        dash.until("/api/runs", lambda told: [each["name"] for each in told["runs"]] == ["digits"])
+        for path in (f"/api/runs/{run}", f"/api/runs/{run}/why", f"/api/log?run={run}"):
+            assert dash.problem(path) == (404, f"there is no run {run!r} in {home} any more, or never was")
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:
+    """The row says so, and the pages of the others are whole."""
+    home = tmp_path / "runs"
+    ids = [dashes.add_run(home, dashes.facts(DEVICES), name) for name in ("first", "second", "third")]
+    with sqlite3.connect(home / "fedquilt.db") as db:
+        db.execute("update facts set body = replace(body, 'memory', 'memorx') where job = ?", (ids[0],))
+        db.execute("update jobs set status = 'done' where id = ?", (ids[1],))
+    db.close()
+    with Dashboard(home) as dash:
+        told = dash.until(
+            "/api/runs", lambda told: sum("problem" in each or "done" in each for each in told["runs"]) == 3
+        )
+        problems = [each.get("problem", "") for each in told["runs"]]
+        assert not problems[0]
+        assert "is not what was written" in problems[1]
+        assert "not the one before" in problems[2] or "is not what was written" in problems[2]
+        assert dash.problem(f"/api/runs/{ids[0]}")[0] == 409
+        assert dash.values(f"/api/runs/{ids[2]}")["done"] == 2
+
+
+@pytest.mark.parametrize("name", ["fedquilt.db", "boards.db"])
+def test_a_database_that_is_no_database(tmp_path: Path, name: str) -> None:
+    """Its pages answer with a sentence; the dashboard goes on, and shows the database again once it is back."""
+    home = tmp_path / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES))
+    dashes.add_boards(home, DEVICES)
+    path = "/api/runs" if name == "fedquilt.db" else "/api/fleet"
+    with Dashboard(home) as dash:
+        dash.values(path)
+        (home / name).rename(home / "good")
+        for end in ("-wal", "-shm"):
+            (home / f"{name}{end}").unlink(missing_ok=True)
+        (home / name).write_bytes(b"no database at all" * 1000)
+        dash.until_status(path, 503)
+        (home / "good").replace(home / name)
+        dash.until_status(path, 200)
+
+
+def test_a_home_that_is_written_while_it_is_read(tmp_path: Path) -> None:
+    """Every answer is of one moment: the updates that are counted are those of the rounds that have ended."""
+    home = tmp_path / "runs"
+    found = dashes.facts(DEVICES, 9)
+    run = dashes.add_run(home, found[:2])
+    written: list[int] = []
+
+    def write() -> None:
+        with Store(home, durable=False) as store:
+            for fact in found[2:]:
+                store.append(run, fact)
+                written.append(1)
+
+    with Dashboard(home) as dash:
+        writer = threading.Thread(target=write)
+        writer.start()
+        asked = 0
+        while writer.is_alive():
+            told = dash.values(f"/api/runs/{run}?asked={asked}")
+            assert all(row["participants"] == 15 for row in told["table"])
+            asked += 1
+        writer.join()
+        assert len(written) == len(found) - 2
+        assert dash.until(f"/api/runs/{run}", lambda told: told["done"] == 8)["now"]["answered"] == 1
+    with Store(home) as store:
+        assert len(list(store.facts(run))) == len(found)
+
+
+def digests(home: Path) -> dict[str, str]:
+    """What every file of a home holds, but SQLite's own shared memory."""
+    files = [path for path in home.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.stat().st_size}
+
+
+def test_it_writes_nothing(tmp_path: Path) -> None:
+    """No file of a home has changed after a dashboard has shown its pages."""
+    home = tmp_path / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES, ended=True), "leaves", "stopped")
+    dashes.add_boards(home, DEVICES)
+    before = digests(home)
+    with Dashboard(home) as dash:
+        for path in ("/api/fleet", "/api/boards/board-00001", "/api/runs", "/api/runs/leaves", "/api/runs/leaves/why"):
+            dash.values(path)
+        assert dash.ask("/api/runs/leaves/report")[0] == 200
+        dash.process.send_signal(signal.SIGTERM)
+        assert dash.process.wait(timeout=dashes.LIMIT_S) == 0
+    assert digests(home) == before
+
+
+def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
+    """A dashboard that dies while it reads leaves a run with the states of one that nobody watched."""
+    watched, alone = homes.Federation(tmp_path / "watched").make(), homes.Federation(tmp_path / "alone").make()
+    alone.run()
+    with Dashboard(tmp_path / "watched" / "coordinator") as dash:
+
+        def look(fact: object) -> bool:
+            if isinstance(fact, Committed) and fact.round == 2:
+                dash.until("/api/runs", lambda told: told["runs"][0].get("done", 0) >= 2)
+                begun = http.client.HTTPConnection("127.0.0.1", dash.port)
+                begun.request("GET", "/api/runs/sim/report")  # nobody reads the answer
+                os.kill(dash.process.pid, signal.SIGKILL)
+                dash.process.wait()
+                begun.close()
+            return False
+
+        watched.run(look)
+        assert dash.process.returncode == -signal.SIGKILL
+    assert watched.states() == alone.states()
