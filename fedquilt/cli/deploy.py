@@ -46,9 +46,9 @@ def deploy(
     """Bring a run's result, or an ONNX file, to the boards in phases; the coordinator of --home carries it out."""
     from msgspec.structs import replace
 
-    from fedquilt import graph_check, wire
+    from fedquilt import wire
     from fedquilt.coordinator import requests
-    from fedquilt.core import ModelError, StoreError
+    from fedquilt.core import StoreError
     from fedquilt.tools.artefacts import export
 
     options.exclusive(rollback=rollback, abort=abort, model=model)
@@ -72,11 +72,8 @@ def deploy(
             except OSError as error:
                 raise StoreError(f"cannot read {model}: {error.strerror}") from None
             name = model.stem
+            export.loadable(payload, what)
         else:
             payload, what = export.graph(store, str(run))
             name = store.job(str(run)).id
-        try:
-            graph_check.of_bytes(payload)
-        except ModelError as error:
-            raise ModelError(f"{what}: {error}") from None
         begin(store, replace(plan, name=name[:200]), payload, what, home)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, methods, onnx_fill, personal, tensors
 from fedquilt.cli import main, phased
 from fedquilt.coordinator import preflight, settings
 from fedquilt.coordinator.facts import Started
@@ -109,14 +110,34 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
     assert plan.name == run
 
 
-@pytest.mark.parametrize("method", ["fedrep", "local"])
-def test_a_network_of_which_a_part_stays_on_boards_is_refused_by_name(
+@pytest.mark.parametrize("method", ["fedrep", "local", "ditto"])
+def test_a_run_with_parts_on_boards_is_deployed_without_them(
     home: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    """With the mend; nothing is queued."""
-    ran(home, method)
+    """The blob says whose parts belong to it, and has the network's graph without its numbers."""
+    pytest.importorskip("torch", reason="a network is written as ONNX by torch")
+    run = ran(home, method)
+    assert main(["deploy", "digits", "--home", str(home)]) == 0
+    assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
+    with Store(home) as store:
+        plan = store.rollouts.find(run).state.plan
+        path = store.depot.path(plan.blob.sha256)  # type: ignore[union-attr]
+    assert path is not None
+    about, parts = personal.about(path), personal.read(path)
+    assert about is not None
+    assert (about.job, about.method, about.params["network"]["name"]) == (run, method, "mlp")
+    assert onnx_fill.lacks(parts.graph.data).keys() == numpy_engine.init(NETWORK, seed=0).keys()
+
+
+def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another package may be: with the mend, and nothing is queued."""
+    ran(home, "fedrep")
+    method = dataclasses.replace(methods.load("fedrep"), personal=None)
+    monkeypatch.setattr(methods, "load", lambda name: method)
     said = refused(capsys, "deploy", "digits", "--home", str(home))
-    assert f"{method} leaves" in said
+    assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said
     assert "--model FILE.onnx" in said
     with Store(home) as store:
         assert store.rollouts.all() == []
