@@ -73,7 +73,7 @@ def filled(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryvi
                 f"tensor {name!r} is {given.dtype} of shape {given.shape}, the network wants {lack.dtype} of shape "
                 f"{lack.shape}"
             )
-        raw = memoryview(np.ascontiguousarray(given).reshape(-1).view(np.uint8))
+        raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8).data
         own = inner["initializer"][at]
         assert isinstance(own, memoryview)
         whole[at] = [own, *written({"raw_data": [raw]}, _RAW)]

@@ -12,7 +12,7 @@ import numpy as np
 from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors, units
 from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.core import Artefact, DeviceView, JobError, Method, ModelError, StoreError
+from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
 from fedquilt.models.stitching import names, stitched
 
 
@@ -120,9 +120,9 @@ def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[
     order = method.send(state, DeviceView("", None))
     assert order is not None, f"{row.job.method} orders nothing of a new device"
     about = personal.About(job=row.id, method=row.job.method, params=dict(order.params), seed=row.job.seed)
-    return personal.encode(about, graph, order.bundles), (
-        f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
-    )
+    sent = {name: bundle for name, bundle in order.bundles.items() if not isinstance(bundle, BlobRef)}
+    what = f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
+    return personal.encode(about, graph, sent), what
 
 
 def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
