@@ -24,7 +24,7 @@ CHECKS = "What a board asks of a model in its own check, beside what it runs now
 @option("--model", type=options.PATH, metavar="FILE.onnx", help="Deploy this file instead of a run's result.")
 @phases.options_of(
     option("--min-gain", type=phases.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
-    option("--max-latency", type=phases.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
+    option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
     option("--max-energy", type=options.ABOVE_0, metavar="J", help="Most joules of an answer.", group=CHECKS),
     option("--max-peak", type=phases.SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
 )
