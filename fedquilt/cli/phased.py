@@ -132,10 +132,14 @@ def begin(store: Store, plan: Plan, payload: bytes | None, what: str, home: Path
         StoreError: the home cannot be written.
     """
     from fedquilt.coordinator import requests
+    from fedquilt.coordinator.views import rollouts as view
 
     id = requests.deploy(store, plan, payload)
     print(f"{id}: {what}; `fedquilt rollouts {id} --home {home}` shows how far it is")
-    if not store.served():
+    around = view.sight(home, store.rollouts)
+    if said := view.unchosen(plan, around):
+        print(f"it waits for {said}")
+    if not around.served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fedquilt import bundle, methods, onnx_fill, personal, tensors
 from fedquilt.cli import main, phased
 from fedquilt.coordinator import preflight, settings
+from fedquilt.coordinator.boards import Board
+from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Started
 from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan
 from fedquilt.coordinator.store import Store
@@ -214,7 +219,8 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
         ]
         store.rollouts.append([(id, fact) for fact in facts])
     assert main(["rollouts", "--home", str(home)]) == 0
-    (_, line) = capsys.readouterr().out.splitlines()
+    (_, line, waits) = capsys.readouterr().out.splitlines()
+    assert waits == f"{id} waits for a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
     assert line.split()[:4] == [id, "digits-20261123-041500-1a2b3c", "running", "canary"]
     assert "1 committed, 1 waiting, 1 silent" in line
     assert main(["rollouts", "digits", "--home", str(home)]) == 0
@@ -253,3 +259,78 @@ def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytes
     assert main(["deploy", "--abort", agent, "--home", str(home)]) == 0
     with Store(home) as store:
         assert store.rollouts.find(agent).wish == "abort"
+
+
+def known(home: Path, **boards: Board) -> None:
+    """Boards as a coordinator has noted them."""
+    with BoardStore(home, writes=True) as store:
+        store.write([replace(board, device=name) for name, board in boards.items()], [])
+
+
+def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `rollouts` says that the only one waits for: in the list, and alone; "" for nothing."""
+    with Store(home) as store:
+        id = store.rollouts.find().state.id
+    assert main(["rollouts", "--home", str(home)]) == 0
+    listed = capsys.readouterr().out.splitlines()[2:]
+    assert main(["rollouts", id, "--home", str(home)]) == 0
+    alone = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it waits for ")]
+    assert main(["rollouts", id, "--home", str(home), "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)["waits"]
+    assert [line.removeprefix(f"{id} waits for ") for line in listed] == ([said] if said else [])
+    assert [line.removeprefix("it waits for ") for line in alone] == ([said] if said else [])
+    return str(said)
+
+
+def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a home without a coordinator to a canary of which one has answered, and those that are away."""
+    there, lab = Board("", online=True), Board("", online=True, labels=("site=lab",))
+    with Store(home) as store:
+        id = store.rollouts.add(Plan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
+
+    def told(*facts: Any) -> None:
+        with Store(home) as store:
+            store.rollouts.append([(id, fact) for fact in facts])
+
+    assert waits(home, capsys) == f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+    with Store(home) as serving:
+        assert serving.lock()
+        assert waits(home, capsys) == f"a board: no coordinator of {home} has heard of one"
+        known(home, a=there, b=there)
+        said = "a board: of the 2 boards that are known, none is selected by site=lab; `fedquilt devices --home "
+        assert waits(home, capsys) == f"{said}{home}` shows their labels"
+        known(home, c=replace(lab, online=False), d=replace(lab, online=False))
+        assert waits(home, capsys) == "a board to come online: 2 are selected, and none is"
+        known(home, **dict.fromkeys("cdefghij", lab))
+        assert waits(home, capsys) == ""
+        told(Begun(7), Offered(0, tuple("cdefghi")))
+        assert waits(home, capsys) == "c (silent), d (silent), e (silent), f (silent), g (silent) and 2 more"
+        known(home, c=replace(lab, online=False, since=time.time()))
+        told(Heard("d", 7, "committed"), Heard("e", 7, "checking"), *(Heard(name, 7, "committed") for name in "fghi"))
+        assert waits(home, capsys) == "c (offline), e (checking)"
+        known(home, c=replace(lab, online=False, since=time.time() - 86400))
+        assert waits(home, capsys) == "c (offline), e (checking)", "it was offered it a moment ago"
+        told(Heard("e", 7, "committed"), Heard("c", 7, "refused", "too slow"))
+        assert waits(home, capsys) == ""
+
+
+def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is queued all the same: one with that label may come."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph())
+    known(home, a=Board("", online=True, labels=("site=hall",)))
+    assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
+    out = capsys.readouterr().out
+    assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
+    assert f"no coordinator serves {home}" in out
+    with Store(home) as store:
+        assert len(store.rollouts.all()) == 1
+
+
+def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said of boards."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph())
+    known(home, a=Board("", online=True, labels=("site=lab",)))
+    assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
+    assert "waits for" not in capsys.readouterr().out
