@@ -236,7 +236,8 @@ class Models(Kind):
     def _parted(self, model: Path) -> Parted | None:
         """What a model is put together of; None: it was sent as it is."""
         shared = model.with_name(SHARED)
-        about = personal.about(shared, self._disk) if self._disk.is_file(shared) else None
+        with doing(f"read {shared}"):
+            about = personal.about(shared, self._disk) if self._disk.is_file(shared) else None
         if about is None:
             return None
         self._forget(model.parent.name)
