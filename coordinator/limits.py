@@ -32,12 +32,12 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """`older_than` in seconds.
 
         Raises:
-            JobError: it is no age.
+            JobError: it is no time.
         """
         if self.older_than is None:
             return None
         try:
-            return units.age_s(self.older_than)
+            return units.seconds(self.older_than)
         except ValueError as error:
             raise JobError(f"[retention] older_than = {error}") from None
 

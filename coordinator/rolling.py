@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from fedquilt import labels, wire
+from fedquilt import wire
 from fedquilt.coordinator import rollouts
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import Registry
@@ -162,27 +162,16 @@ class Rolling:
                 self._record([(id, fact)], now_s)
 
     def fleet(self, state: Rollout) -> dict[str, Seen]:
-        """Boards that a rollout selects or was offered to, without those that a later one of its kind has or gets."""
-        order = list(self._states)
-        later = [self._states[id] for id in order[order.index(state.id) + 1 :]]
-        later = [each for each in later if each.plan.kind == state.plan.kind]
-        goes_on = [each for each in later if not each.over and (each.status != "done" or each.plan.to_all)]
+        """The boards that a rollout selects, or has offered its release to, and that no later one has or will have."""
         found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
-            profile = known.profile if known is not None else None
-            if device not in state.offered:
-                has = profile.labels if profile is not None else ()
-                if profile is None or not labels.selects(state.plan.select, has):
-                    continue
-                if any(labels.selects(each.plan.select, has) for each in goes_on):
-                    continue
-            if any(device in each.offered for each in later):
-                continue
             online = known is not None and known.online  # one that has just gone is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
-            found[device] = Seen(online, max(self._opened_s, self._told_s.get(device, -math.inf), gone_s))
-        return found
+            since_s = max(self._opened_s, self._told_s.get(device, -math.inf), gone_s)
+            profile = known.profile if known is not None else None
+            found[device] = Seen(online, since_s, None if profile is None else profile.labels)
+        return rollouts.concerned(state, list(self._states.values()), found)
 
     def _record(self, facts: list[tuple[str, AnyFact]], now_s: float) -> None:
         """Write facts, then act on them."""

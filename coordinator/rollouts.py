@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -264,10 +264,38 @@ def release(state: Rollout, device: str) -> wire.Release | None:
 
 
 class Seen(NamedTuple):
-    """A board that the rollout's selection names, as it is now."""
+    """A board as it is now."""
 
     online: bool
     since_s: float  # when it was last there, or last said how far it is, whichever is later
+    labels: Collection[str] | None = None  # None: it has not said what it is
+
+    def chosen(self, select: Sequence[str]) -> bool:
+        """Whether a selection by labels names it."""
+        return self.labels is not None and labels.selects(select, self.labels)
+
+
+def concerned(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, Seen]) -> dict[str, Seen]:
+    """The boards that a rollout selects, or has offered its release to, and that no later one has or will have.
+
+    Args:
+        state: of the rollout.
+        every: all rollouts, in the order in which they were queued.
+        boards: all boards; those that the rollout was offered to are among them.
+    """
+    at = next(place for place, each in enumerate(every) if each.id == state.id)
+    later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
+    goes_on = [each for each in later if not each.over and (each.status != "done" or each.plan.to_all)]
+    coming = [each.plan.select for each in goes_on]
+    return {
+        device: seen
+        for device, seen in boards.items()
+        if not any(device in each.offered for each in later)
+        and (
+            device in state.offered
+            or (seen.chosen(state.plan.select) and not any(seen.chosen(select) for select in coming))
+        )
+    }
 
 
 def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int) -> AnyFact | None:
@@ -297,9 +325,9 @@ def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int)
         if devices := chosen(state, fleet):
             return Offered(state.step, devices)
         return Passed(state.step) if state.step and fleet else None  # all that are there have it already
-    pending = [device for device in state.offered if state.phase(device) not in SETTLED]
-    if not answered or any(_holds(state, device, fleet.get(device), now_s) for device in pending):
+    if waits(state, fleet, now_s):
         return None
+    pending = [device for device in state.offered if state.phase(device) not in SETTLED]
     lost = [device for device in pending if state.phase(device) in SWAPPED]
     if len(failed) + len(lost) > most * (len(answered) + len(lost)):
         return Aborted(_why(state, [*failed, *lost], len(answered) + len(lost)), serial)
@@ -325,11 +353,12 @@ def chosen(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
 
 
 def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str, ...]:
-    """Boards that hold up the step that runs."""
+    """Boards that hold up the step that runs: all that were offered it until one of them has answered."""
     if not state.open:
         return ()
-    pending = (device for device in state.offered if state.phase(device) not in SETTLED)
-    return tuple(sorted(each for each in pending if _holds(state, each, fleet.get(each), now_s)))
+    pending = [device for device in state.offered if state.phase(device) not in SETTLED]
+    nobody = len(pending) == len(state.offered)
+    return tuple(sorted(each for each in pending if nobody or _holds(state, each, fleet.get(each), now_s)))
 
 
 def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:

@@ -94,7 +94,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             JobError: it is no time.
         """
         try:
-            return units.age_s(self.pause)
+            return units.seconds(self.pause)
         except ValueError as error:
             raise JobError(f"[trigger] pause = {error}") from None
 

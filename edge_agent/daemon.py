@@ -57,7 +57,13 @@ def run_agent(settings: AgentSettings) -> None:
     checks = ChildWorker(0.0, start.command(models.folder(settings)), cage)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
-    deployed = models.Models(settings, board, checks, lambda: agent.settings.budget_bytes(board.memory_bytes))
+    deployed = models.Models(
+        settings,
+        board,
+        checks,
+        lambda: agent.settings.budget_bytes(board.memory_bytes),
+        kept=lambda job: agent.local.latest(job),
+    )
     kinds: dict[str, Kind] = {
         "model": deployed,
         "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),

@@ -117,6 +117,15 @@ class Remembered:
         after = "before its first round" if counted is None else f"after round {counted}"
         return Private(lost=f"the private state of {job} {after} is not here, only that of round {entry.left}")
 
+    def latest(self, job: str) -> Private:
+        """The private state of a job after the last round of it that was counted here; without a file: there is none.
+
+        Args:
+            job: id.
+        """
+        entry = self._jobs.get(job)
+        return Private() if entry is None else self.private(job, entry.round)
+
     def count(
         self, key: Key, made: tuple[Path, str] | None, counted: Mapping[str, Counted], waiting: Collection[str]
     ) -> None:

@@ -178,6 +178,11 @@ class Local:
         with doing(f"read {self._private}"):
             return self._remembered.private(job, counted)
 
+    def latest(self, job: str) -> Private:
+        """What this device has kept of a job after the last round that was counted, as `Remembered.latest`."""
+        with doing(f"read {self._private}"):
+            return self._remembered.latest(job)
+
     def commit(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
         """Make the task's output in scratch durable as this update; returns whether it has private state.
 

@@ -1,5 +1,7 @@
 """Read protobuf messages field by field, strictly and within a bound, without a library: boards need not have one.
 
+`written` puts fields that were read, or others in their place, together to a message again.
+
 A message is given as bytes, a memoryview or a mapped file; nothing is copied, so a file of 2 GB costs the pages that
 hold its headers. A field that the caller did not list, one that stands twice where one is expected and one of
 another wire type are refused, because another reader may take them otherwise than this one does.
@@ -7,7 +9,7 @@ another wire type are refused, because another reader may take them otherwise th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -16,6 +18,8 @@ Schema: TypeAlias = Mapping[int, tuple[str, Kind]]
 """Field number -> name and kind: one whole number, one 32-bit float, one piece of bytes (a text or a message), packed
 or single numbers any number of times (ints: variable length; floats: 4 bytes; doubles: 8), or pieces any number of
 times."""
+Pieces: TypeAlias = Sequence[bytes | memoryview]
+"""Bytes of a message or text, one piece after the other."""
 
 FIELDS_MOST: Final = 1_000_000  # of one file: about a second's work
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
@@ -104,6 +108,37 @@ def _varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
             return value & 0xFFFF_FFFF_FFFF_FFFF, at
         shift += 7
     raise ProtobufError(f"{what} is cut short")
+
+
+def written(fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: Schema) -> list[bytes | memoryview]:
+    """A message in pieces, its fields in the order of the schema; nothing is copied.
+
+    Args:
+        fields: values as `Reader.message` gives them, of the kinds "int", "bytes" and "many". Bytes may be in pieces.
+        schema: fields that the message may have.
+    """
+    found: list[bytes | memoryview] = []
+    for number, (name, kind) in schema.items():
+        if name not in fields:
+            continue
+        assert kind in ("int", "bytes", "many"), f"{name} is of the kind {kind}, which is not written"
+        for value in fields[name]:
+            if isinstance(value, int):
+                found.append(_encoded(number << 3 | _VARINT) + _encoded(value))
+                continue
+            pieces = [value] if isinstance(value, memoryview) else value
+            found.append(_encoded(number << 3 | _BYTES) + _encoded(sum(len(piece) for piece in pieces)))
+            found += pieces
+    return found
+
+
+def _encoded(value: int) -> bytes:
+    """A number of variable length: 7 bits in a byte, the lowest first."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*found, value))
 
 
 def signed(value: int | memoryview) -> int:

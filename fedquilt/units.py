@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
-AGES: Final = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+TIMES: Final = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
@@ -30,12 +31,35 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
-def age_s(text: str) -> float:
-    """Seconds of an age such as "30d".
+def amount(text: str, scales: Mapping[str, float], what: str) -> float:
+    """A number with one of some units, such as "1.5 h".
+
+    Args:
+        text: what somebody has written.
+        scales: what one of each unit is.
+        what: it is, in the error.
 
     Raises:
-        ValueError: it is none; the message says what is one.
+        ValueError: it is none; the message says which units there are.
     """
-    if not re.fullmatch(r"\d+(\.\d+)?[mhdw]", text):
-        raise ValueError(f"{text!r} is no age: a number with m, h, d or w, such as 30d")
-    return float(text[:-1]) * AGES[text[-1]]
+    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%]+)", text.strip())
+    if found is None or found[2] not in scales:
+        *most, last = scales
+        known = f"{', '.join(most)} or {last}" if most else last
+        raise ValueError(f"{text!r} is no {what}: a number with {known}")
+    return float(found[1]) * scales[found[2]]
+
+
+def seconds(text: str) -> float:
+    """Seconds of a time or an age such as "40ms", "10min" or "30d".
+
+    Raises:
+        ValueError: it is none, below 0 or above 30 years; the message says what is one.
+    """
+    try:
+        value = amount(text, TIMES, "time")
+    except ValueError as error:
+        raise ValueError(f"{error}, such as 90s or 30d") from None
+    if not 0 <= value < 1e9:
+        raise ValueError(f"{text} is less than 0, or too long")
+    return round(value, 9)

@@ -17,7 +17,7 @@ import upgrades
 from certified import Certified
 from decoding import SHA, Decoder, numbered
 
-from fedquilt import environment, wire
+from fedquilt import environment, onnx_fill, personal, wire
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.rollouts import (
     Aborted,
@@ -54,7 +54,13 @@ def every(folder: Path) -> dict[str, Decoder]:
         folder: for files of theirs, empty.
     """
     folder.mkdir()
-    return {**_upgrades(folder / "upgrades"), **_kept(folder / "kept"), **_networks(), **_rollouts(folder / "home")}
+    return {
+        **_upgrades(folder / "upgrades"),
+        **_kept(folder / "kept"),
+        **_networks(),
+        **_parted(folder / "parted"),
+        **_rollouts(folder / "home"),
+    }
 
 
 # -- upgrades of the agent --------------------------------------------------------------------------
@@ -288,6 +294,30 @@ def _networks() -> dict[str, Decoder]:
         return found
 
     return {"words of a network": Decoder("edge_agent/engines/exported.py", read, (ModelError,), (stitched, *trained))}
+
+
+def _parted(folder: Path) -> dict[str, Decoder]:
+    folder.mkdir()
+    path, given = folder / "shared", {"w": np.ones((2, 3), np.float32)}
+    tensor = b"\x08\x02\x08\x03\x10\x01B\x01w"  # dims 2 and 3, float, "w", and no numbers
+    graph = b"*" + bytes([len(tensor)]) + tensor + b"\x0a\x03\x0a\x01w"  # an initializer, and a node with one input
+    model = b"\x08\x08:" + bytes([len(graph)]) + graph + b"B\x02\x10\x11"
+    about = personal.About(job="digits-1", method="fedrep", params={"lr": 0.1}, seed=7)
+    assert onnx_fill.lacks(model).keys() == given.keys()
+    sent = personal.encode(about, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
+
+    def read(payload: bytes) -> object:
+        path.write_bytes(payload)
+        said = personal.about(path)
+        return said, onnx_fill.lacks(personal.read(path).graph.data)
+
+    def filled(payload: bytes) -> object:
+        return b"".join(onnx_fill.filled(payload, given))
+
+    return {
+        "result with parts on boards": Decoder("fedquilt/personal.py", read, (ModelError,), (sent,)),
+        "graph to be filled": Decoder("fedquilt/onnx_fill.py", filled, (ModelError,), (model,)),
+    }
 
 
 # -- rollouts ---------------------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from fedquilt import columns, units
-from fedquilt.coordinator.rollout_log import Kept
+from fedquilt import columns, labels, units
+from fedquilt.coordinator.boards import Board
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.rollout_log import Kept, RolloutLog
 from fedquilt.coordinator.rollouts import (
     Aborted,
     AnyFact,
@@ -19,11 +22,16 @@ from fedquilt.coordinator.rollouts import (
     Plan,
     RolledBack,
     Rollout,
+    Seen,
+    concerned,
 )
+from fedquilt.coordinator.rollouts import waits as hold_up
+from fedquilt.coordinator.store_rows import served
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
 ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "")
 SHOWN: Final = 200  # boards of one rollout
+NAMED: Final = 5  # boards that it waits for
 
 
 def row(kept: Kept) -> dict[str, Any]:
@@ -65,6 +73,84 @@ def detail(kept: Kept) -> dict[str, Any]:
     return {**row(kept), "limits": dict(_limits(state.plan)), "boards": boards}
 
 
+class Sight(NamedTuple):
+    """What is known around the rollouts of a home."""
+
+    home: Path
+    served: bool  # by a coordinator, without which nothing goes on
+    every: Sequence[Rollout]  # all rollouts, in the order in which they were queued
+    boards: Mapping[str, Board]  # as the coordinator knew them last
+    now: float  # wall-clock seconds
+
+
+def sight(home: Path, log: RolloutLog) -> Sight:
+    """What is known around the rollouts of a home at this moment.
+
+    Raises:
+        StoreError: the home, or what is kept of boards, cannot be read.
+    """
+    with BoardStore(home) as store:
+        boards = {board.device: board for board in store.boards()}
+    return Sight(home, served(home), [kept.state for kept in log.all()], boards, time.time())
+
+
+def held(kept: Kept, log: RolloutLog, around: Sight) -> str:
+    """`waits` of a rollout, whose facts are read only if it may wait.
+
+    Raises:
+        StoreError: they cannot be read.
+    """
+    if kept.state.status not in ("queued", "running"):
+        return ""
+    return waits(kept.state, log.facts(kept.state.id), around)
+
+
+def waits(state: Rollout, facts: Sequence[tuple[int, float, AnyFact]], around: Sight) -> str:
+    """For whom or what a rollout waits, as a sentence's end; "": for nothing.
+
+    Args:
+        state: of the rollout.
+        facts: its facts, with their wall-clock times.
+        around: what is known beside it.
+    """
+    if state.status not in ("queued", "running"):
+        return ""
+    if not around.served:
+        return f"a coordinator: nobody serves {around.home}, `fedquilt serve --home {around.home}` does"
+    told_s: dict[str, float] = {}
+    for _, at, fact in facts:
+        for device in fact.devices if isinstance(fact, Offered) else (fact.device,) if isinstance(fact, Heard) else ():
+            told_s[device] = at
+    seen = {}
+    for device in {*around.boards, *state.offered}:
+        board = around.boards.get(device, Board(device))
+        since_s = max(told_s.get(device, 0.0), 0.0 if board.online else board.since or 0.0)
+        seen[device] = Seen(board.online, since_s, board.labels if device in around.boards else None)
+    fleet = concerned(state, around.every, seen)
+    if state.open:
+        names = hold_up(state, fleet, around.now)
+        said = [f"{name} ({state.phase(name) or ('silent' if seen[name].online else 'offline')})" for name in names]
+        more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
+        return ", ".join(said[:NAMED]) + more
+    if not fleet:
+        return unchosen(state.plan, around) or "boards: a later rollout has all that it selects"
+    if not any(board.online for board in fleet.values()):
+        return f"a board to come online: {len(fleet)} are selected, and none is"
+    return ""
+
+
+def unchosen(plan: Plan, around: Sight) -> str:
+    """That a plan's selection names no board that is known, as a sentence's end; "": it names some."""
+    if any(labels.selects(plan.select, board.labels) for board in around.boards.values()):
+        return ""
+    if not around.boards:
+        return f"a board: no coordinator of {around.home} has heard of one"
+    chosen = " ".join(plan.select)
+    known = f"of the {len(around.boards)} boards that are known, none" if len(around.boards) > 1 else "the only board"
+    isnt = "is" if len(around.boards) > 1 else "is not"
+    return f"a board: {known} {isnt} selected by {chosen}; `fedquilt devices --home {around.home}` shows their labels"
+
+
 def lines(known: Sequence[Kept], now: float) -> list[str]:
     """Rollouts as a table, the latest first."""
     rows = [HEAD]
@@ -83,17 +169,19 @@ def lines(known: Sequence[Kept], now: float) -> list[str]:
     return columns.table(rows, "<<<<<<", 10**6)
 
 
-def told(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], now: float) -> list[str]:
-    """One rollout: what it is, how it went, and every board that did not commit it."""
+def told(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], around: Sight) -> list[str]:
+    """One rollout: what it is, for whom it waits, how it went, and every board that did not commit it."""
     state, plan = kept.state, kept.state.plan
     asked = "; ".join(f"{name} {value}" for name, value in _limits(plan)) or "none"
     found = [
         f"{state.id}: {plan.kind} {plan.name}, {state.status}{f': {state.reason}' if state.reason else ''}",
         f"{step(state)}; {_counted(state)}; for {' '.join(plan.select) or 'all boards'}; queued by "
-        f"{kept.submitter or '?'} {units.duration(now - kept.created)} ago",
+        f"{kept.submitter or '?'} {units.duration(around.now - kept.created)} ago",
         f"limits: {asked}; soak {units.duration(plan.soak_s)}{f'; window {plan.window}' if plan.window else ''}",
-        "",
     ]
+    if held := waits(state, facts, around):
+        found.append(f"it waits for {held}")
+    found.append("")
     for _, at, fact in facts:
         if not isinstance(fact, Heard):
             found.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}  {sentence(state, fact)}")

@@ -30,6 +30,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported, objectives
 from fedquilt.edge_agent.engines.exported import Exported
+from fedquilt.edge_agent.releases.assemble import assemble
 from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task import main as task
@@ -85,8 +86,10 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
     try:
         engine = engines.make(order.engine, order.budget_bytes)
         held = _held(order, load)
-        budget.reset_peak(os.getpid())
         notes = []
+        if order.parted is not None and (note := assemble(order.parted, Path(order.model), order.budget_bytes)):
+            notes.append(note)
+        budget.reset_peak(os.getpid())
         model = _loaded(engine, Path(order.model))
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")

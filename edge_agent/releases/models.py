@@ -1,7 +1,11 @@
 """Releases of models: laid beside each other, checked in a process of their own, exchanged by a link.
 
     <home>/models/<first 16 of its sha256>/model.onnx     and release.json: which release it is
+    <home>/models/<first 16 of its sha256>/shared.safetensors   what was sent, if model.onnx is put together here
     <home>/models/current, previous                       links to such folders; "none" where nothing was before
+
+Where boards have parts of a network each for themselves (`fedquilt.personal`), what is sent is one thing and the
+model another: the check begins by making model.onnx of the blob and of what this board has kept of the run.
 
 A link is exchanged by the rename of one that was made beside it, so whoever follows `current` finds the one or the
 other. Folders with other names are somebody else's, and are left alone.
@@ -19,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import footprint, graph_check
+from fedquilt import footprint, graph_check, personal
 from fedquilt.core import UNDECODABLE, Count, Device, Digest, Label, ModelError, StoreError, Told
 from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent import engines
@@ -27,14 +31,15 @@ from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.edge_agent.releases.hook import Hook
 from fedquilt.edge_agent.releases.judging import judged, worse
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
-from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
+from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder, Parted
+from fedquilt.edge_agent.remembered import Private
 from fedquilt.edge_agent.served import Runner, Served
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import Outcome, Progressed
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.wire import Release
 
-MODEL, RELEASE = "model.onnx", "release.json"
+MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
 METERED_S: Final = 3.0  # of answers one after the other on a board with a meter, for joules; else TIMED_S
@@ -69,6 +74,7 @@ class Models(Kind):
         worker: carries checks out, one at a time.
         budget_bytes: most that a check may hold resident, now; None: as in the settings.
         disk: where the models are.
+        kept: the private state that this board has of a run.
         examine: checks a graph's file before anything runs it.
         clock: seconds that pass.
     """
@@ -81,17 +87,19 @@ class Models(Kind):
         budget_bytes: Callable[[], int] | None = None,
         disk: Disk = REAL,
         *,
+        kept: Callable[[str], Private] = lambda job: Private(),
         examine: Callable[[Path], object] = graph_check.of_file,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder(settings)
         self.runner = Runner(self.folder, disk, clock)
         self._settings, self._board, self._worker, self._disk = settings, board, worker, disk
-        self._examine, self._clock = examine, clock
+        self._kept, self._examine, self._clock = kept, examine, clock
         self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
-        self._known: dict[str, str] = {}  # folder -> the model (sha256) in it
+        self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
+        self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[Release, float] | None = None  # that goes on, and until when
         self._killed = 0
         self._outcome: Outcome | None = None
@@ -110,15 +118,28 @@ class Models(Kind):
         name = self._disk.target(self.folder / CURRENT)
         return "" if name is None else self._model(name)
 
+    def _answers(self) -> str:
+        """The model (sha256) that a runner answers with which has taken up what is in use; "": nothing is."""
+        name = self._disk.target(self.folder / CURRENT)
+        if name is None or not self._disk.is_file(self.folder / name / SHARED):
+            return self.current()
+        if name not in self._made:
+            try:
+                self._made[name] = self._disk.digest(self.folder / name / MODEL)
+            except OSError:
+                return ""
+        return self._made[name]
+
     def _model(self, name: str) -> str:
-        """The model (sha256) in a folder; "": there is none. Where release.json is damaged its file tells it."""
+        """The blob (sha256) of a folder; "": there is none. Where release.json is damaged its file tells it."""
         if name not in self._known:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
                 found = msgspec.json.decode(payload, type=Laid).model
             except (OSError, *UNDECODABLE):
                 try:
-                    found = self._disk.digest(self.folder / name / MODEL)
+                    parted = self._disk.is_file(self.folder / name / SHARED)
+                    found = self._disk.digest(self.folder / name / (SHARED if parted else MODEL))
                 except OSError:
                     return ""
                 if found[:16] != name:
@@ -144,23 +165,29 @@ class Models(Kind):
             for left in (part, whole):
                 disk.remove(left)
             disk.make(part)
-            self._lay(blob, part / MODEL)
+            file = MODEL if personal.about(blob, disk) is None else SHARED
+            self._lay(blob, part / file)
             laid = Laid(model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial)
             disk.write(part / RELEASE, msgspec.json.encode(laid))
-            for file in (MODEL, RELEASE):
-                disk.sync(part / file)
+            for each in (file, RELEASE):
+                disk.sync(part / each)
         try:
-            self._examine(part / MODEL)
+            if file == MODEL:  # else the check makes and examines it
+                self._examine(part / MODEL)
         except ModelError as error:
             raise ModelError(f"the model cannot be run: {error}") from None
         with doing(f"lay the model {release.name} into {self.folder}", "free some space"):
             if self._shared:
-                for path, mode in ((part / MODEL, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
+                for path, mode in ((part / file, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
                     disk.permit(path, mode)
             disk.sync(part)
             disk.replace(part, whole)
             disk.sync(self.folder)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
         self._known.pop(name, None)
+        self._made.pop(name, None)
 
     def _lay(self, blob: Path, target: Path) -> None:
         """Link a blob's file, or copy it where it cannot be linked, or may not as others are to read it."""
@@ -192,8 +219,9 @@ class Models(Kind):
         assert release.blob is not None
         before = self._disk.target(self.folder / CURRENT)
         self._outcome = self._ledger = self._answers_j = None
+        model = self.folder / release.blob.sha256[:16] / MODEL
         order = CheckOrder(
-            model=str(self.folder / release.blob.sha256[:16] / MODEL),
+            model=str(model),
             before=None if before is None or not self._model(before) else str(self.folder / before / MODEL),
             budget_bytes=self._budget_bytes(),
             data=self._settings.data,
@@ -201,8 +229,20 @@ class Models(Kind):
             timed_s=METERED_S if _metered(self._board, now_s) else TIMED_S,
             trtexec=_trtexec() if self._settings.models.tensorrt_s else None,
             trtexec_s=self._settings.models.tensorrt_s,
+            parted=self._parted(model),
         )
         self._worker.start(order, now_s)
+
+    def _parted(self, model: Path) -> Parted | None:
+        """What a model is put together of; None: it was sent as it is."""
+        shared = model.with_name(SHARED)
+        with doing(f"read {shared}"):
+            about = personal.about(shared, self._disk) if self._disk.is_file(shared) else None
+        if about is None:
+            return None
+        self._forget(model.parent.name)
+        kept, mode = self._kept(about.job), 0o640 if self._shared else 0o600
+        return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost, mode)
 
     def checked(self) -> Verdict | None:
         """See `Kind`."""
@@ -247,7 +287,7 @@ class Models(Kind):
             if not self._disk.is_file(self.folder / name / MODEL):
                 raise StoreError(f"the model is gone from {self.folder / name}: deploy it again")
             told = self.runner.look()
-            self._before = told if told is not None and told.model == self.current() else None
+            self._before = told if told is not None and told.model == self._answers() else None
             with doing(f"exchange the model in {self.folder}", "free some space"):
                 self._disk.point(self.folder / PREVIOUS, NOTHING if now is None else now)
                 self._disk.point(self.folder / CURRENT, name)
@@ -282,7 +322,7 @@ class Models(Kind):
 
     def _runner_follows(self) -> bool:
         """Whether a runner that is there has taken the model up, and still writes; `ill` ends the wait for both."""
-        told, now = self.runner.look(), self.current()
+        told, now = self.runner.look(), self._answers()
         if told is None or not now:
             return True
         if told.model != now:
@@ -304,7 +344,7 @@ class Models(Kind):
         if told is None:
             was = self._there or self._first is not None
             return "the model runner has fallen silent with it" if was else ""
-        if told.model != self.current():
+        if told.model != self._answers():
             late = self._clock() > self._exchanged_s + TAKEN_UP_S
             return "the model runner has not taken it up: it answers with another model" if late else ""
         first = self._first
@@ -329,7 +369,7 @@ class Models(Kind):
             for entry in self._disk.entries(self.folder):
                 if entry.is_dir and _NAME.match(entry.name) and entry.name not in used.values():
                     self._disk.remove(self.folder / entry.name)
-                    self._known.pop(entry.name, None)
+                    self._forget(entry.name)
 
 
 def folder(settings: AgentSettings) -> Path:

@@ -155,7 +155,7 @@ def site_of(
     """
     train, held = bench.examples(order.data, order.task.job)
     loaded(len(train))
-    local, lost = _private(order)
+    local, lost = private_of(order.private, order.private_sha256, order.lost, order.task.job)
     return Site(
         device=order.device,
         budget_bytes=plannable(order),
@@ -172,17 +172,24 @@ def site_of(
     )
 
 
-def _private(order: Order) -> tuple[core.Tensors, str]:
-    """Private state of the job, and why there is none that can be used although there should be."""
-    if order.private is None:
-        return {}, order.lost
-    payload = Path(order.private).read_bytes()
-    if order.private_sha256 and hashlib.sha256(payload).hexdigest() != order.private_sha256:
-        return {}, f"the private state of {order.task.job} is damaged on this device's disk"
+def private_of(path: str | None, sha256: str, lost: str, job: str) -> tuple[core.Tensors, str]:
+    """Private state of a job, and why there is none that can be used although there should be.
+
+    Args:
+        path: its file; None: there is none.
+        sha256: of its bytes; "": not known.
+        lost: why there is no file.
+        job: whose it is, for that sentence.
+    """
+    if path is None:
+        return {}, lost
+    payload = Path(path).read_bytes()
+    if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
+        return {}, f"the private state of {job} is damaged on this device's disk"
     return tensors.decode(payload), ""
 
 
-def _require_allowed(method: Method, name: str, lost: str) -> None:
+def require_allowed(method: Method, name: str, lost: str) -> None:
     """Raise StoreError unless a device may begin the private state of a method anew."""
     if lost and not method.anew:
         raise StoreError(
@@ -219,7 +226,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     blobs: dict[str, bytes] = {}
     private_left: core.BlobRef | None = None
     note = site.lost
-    _require_allowed(method, task.method, site.lost)
+    require_allowed(method, task.method, site.lost)
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
@@ -237,7 +244,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         weight = float(answer.weight)
         if answer.local and order.forgotten:
             note = note or order.forgotten
-            _require_allowed(method, task.method, note)
+            require_allowed(method, task.method, note)
         bundles, blobs, private_left = _written(answer, order)
         layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():

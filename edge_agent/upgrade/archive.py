@@ -49,6 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         default_factory=dict
     )  # packages left out -> version that has to be there
     made_s: Count = 0  # seconds since 1970
+    number: Count = 0  # of the authority's signature, which grows with each; 0: from before there were numbers
 
 
 class _Plain(tarfile.TarInfo):

@@ -43,6 +43,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packages: tuple[str, ...]
     ca: str | None  # file with the authority's certificate; None: the board knows none
     unsigned: bool  # its owner takes what is not signed
+    newest: int = 0  # number of the latest version that this board has kept: an older one is refused
     parent: int = 0  # process to end with
 
 
@@ -113,6 +114,20 @@ def trusted(bundle: Bundle, ca: str | None, unsigned: bool) -> None:
     raise ModelError(f"the bundle's signature is not of the authority in {ca}: sign it with the fleet's own")
 
 
+def not_older(manifest: Manifest, newest: int) -> None:
+    """Check that a bundle was signed no earlier than the latest one that this board has kept.
+
+    Raises:
+        ModelError: it was: whoever has an old bundle must not bring its mistakes back.
+    """
+    if manifest.number < newest:
+        raise ModelError(
+            f"the bundle of fedquilt {manifest.version} has the authority's number {manifest.number}, and this board "
+            f"has kept number {newest}: what was signed before that is refused; if this version is wanted again, make "
+            "and sign its bundle anew (`fedquilt flash --upgrade FILE --authority DIR`)"
+        )
+
+
 def flashed(manifest: Manifest, packages: Iterable[str]) -> list[str]:
     """Folders of the packages that the bundle leaves to what the board was flashed with; [] if it has all itself.
 
@@ -152,6 +167,8 @@ def build(order: Order, disk: Disk = REAL) -> Path:
     with archive.opened(Path(order.bundle)) as bundle:
         fits(bundle.manifest)
         trusted(bundle, order.ca, order.unsigned)
+        if not order.unsigned:
+            not_older(bundle.manifest, order.newest)
         bundle.check_wheels()
         places = flashed(bundle.manifest, order.packages)
         if home.is_dir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.build")
 CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
 CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
 TAIL_BYTES: Final = 4096
+NEWEST: Final = "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
 NO_LAUNCHER: Final = (
     "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
     "once more, or start `python -m fedquilt.edge_agent.upgrade.launch FOLDER agent agent.toml` again and again"
@@ -124,6 +126,39 @@ class AgentKind(Kind):
             self._disk.make(file.parent)
             self._disk.put(file, launch.text(choice).encode())
 
+    def _newest(self) -> int:
+        """Greatest number of a signed version that was kept here, also if it was taken back since; 0: none was.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        file = self._folder() / NEWEST
+        with doing(f"read {file}"):
+            text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
+        if not re.fullmatch(r"[0-9]{1,16}", text):
+            log.warning("%s is damaged: only the versions that are here say which signed one was the latest", file)
+            text = "0"
+        choice = self._choice()
+        there = {choice.previous or "", "" if choice.trying else choice.current} - {""}
+        return max([int(text), *(self._number(name) for name in there)])
+
+    def _number(self, name: str) -> int:
+        """The number of a version that lies here; 0: it has none, or cannot be read."""
+        if self._settings.upgrade.unsigned:
+            return 0
+        try:
+            payload = self._disk.read(self._folder() / name / archive.MANIFEST, 0, archive.MANIFEST_MOST)
+            return msgspec.json.decode(payload, type=archive.Manifest).number
+        except (OSError, *UNDECODABLE):
+            return 0
+
+    def _keep(self, name: str) -> None:
+        """Note the number of a version that has held, before anything says that it was kept."""
+        if (number := self._number(name)) > self._newest():
+            file = self._folder() / NEWEST
+            with doing(f"write {file}"):
+                self._disk.put(file, str(number).encode())
+
     # -- as a kind of release --
 
     def current(self) -> str:
@@ -161,6 +196,7 @@ class AgentKind(Kind):
             packages=started.packages,
             ca=self._settings.broker.ca,
             unsigned=self._settings.upgrade.unsigned,
+            newest=self._newest(),
             parent=os.getpid(),
         )
 
@@ -277,6 +313,7 @@ class AgentKind(Kind):
         if self._started.unable and choice.current != self._started.running:
             return self._choose(launch.back(choice, self._started.unable))
         if choice.trying and choice.online and self._started.running == choice.current:
+            self._keep(choice.current)
             choice = choice._replace(trying=False)
             self._choose(choice)
         if choice.trying:

@@ -39,7 +39,7 @@ def listing(out: Path, format: str) -> None:
 @argument("keys", "Keys of runs as `kept list` shows them, or their beginnings.", nargs=-1)
 @option("--all", "everything", is_flag=True, help="Drop every run in --out.")
 @option("--method", metavar="METHOD", shell_complete=options.methods, help="Drop the runs of this method.")
-@option("--older-than", type=options.AGE, metavar="AGE", help="Drop runs older than this age: 30d, 12h, 2w.")
+@option("--older-than", type=options.TIME, metavar="AGE", help="Drop runs older than this age: 30d, 12h, 2w.")
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @folder
 def drop(

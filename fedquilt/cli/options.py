@@ -107,7 +107,7 @@ ABOVE_0: Final = Checked("x", _above_0)
 SECONDS: Final = Checked("s", _seconds)
 NAME: Final = Checked("name", _name)
 COUNT: Final = Checked("n", _count)
-AGE: Final = Checked("age", units.age_s)
+TIME: Final = Checked("time", units.seconds)
 WHOLE: Final = Checked("n", lambda text: _number(text, int))
 NUMBER: Final = Checked("x", lambda text: _number(text, float))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fedquilt import units
 from fedquilt.cli import options
 from fedquilt.cli.commands import option
 
@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.rollouts import Plan, Rollout
     from fedquilt.coordinator.store import Store
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def _amount(text: str, units: dict[str, float], what: str) -> float:
-    """A number with one of some units.
-
-    Raises:
-        ValueError: it is none.
-    """
-    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%]+)", text.strip())
-    if found is None or found[2] not in units:
-        raise ValueError(f"{text!r} is no {what}: a number with {', '.join(units)}")
-    return float(found[1]) * units[found[2]]
-
 
 def share(text: str) -> float:
     """A share of a whole: 0.05 of "5%"; a number without a sign of percent is one of percent too.
@@ -37,7 +23,7 @@ def share(text: str) -> float:
     Raises:
         ValueError: it is none, or not between 0 and 100 %.
     """
-    value = _amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
+    value = units.amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
     if not 0 <= value <= 1:
         raise ValueError(f"{text} is not between 0 % and 100 %")
     return round(value, 9)
@@ -49,21 +35,9 @@ def points(text: str) -> float:
     Raises:
         ValueError: it is none.
     """
-    value = _amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
+    value = units.amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
     if not -1 <= value <= 1:
         raise ValueError(f"{text} is not between -100pt and 100pt")
-    return round(value, 9)
-
-
-def seconds(text: str) -> float:
-    """A time in seconds: 0.04 of "40ms".
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = _amount(text, _SECONDS, "time")
-    if not 0 <= value < 1e9:
-        raise ValueError(f"{text} is less than 0, or too long")
     return round(value, 9)
 
 
@@ -84,7 +58,6 @@ def size(text: str) -> int:
 
 SHARE = options.Checked("share", share)
 POINTS = options.Checked("points", points)
-TIME = options.Checked("time", seconds)
 SIZE = options.Checked("size", size)
 WHEN: Final = "When"
 PHASES: Final = (
@@ -94,10 +67,16 @@ PHASES: Final = (
     option("--canary", type=SHARE, default="5%", help="Share of the boards that get it first; one at least."),
     option("--phases", type=SHARE, many=True, default=("25%", "100%"), help="Shares that have it after each phase."),
     option("--abort-above", type=SHARE, default="10%", help="Undo it once more than this share of the boards failed."),
-    option("--patience", type=TIME, default="10min", help="Go on without boards that say nothing for so long."),
+    option("--patience", type=options.TIME, default="10min", help="Go on without boards that say nothing for so long."),
 )
 TIMES: Final = (
-    option("--soak", type=TIME, default="60s", help="For how long it has to hold before a board keeps it.", group=WHEN),
+    option(
+        "--soak",
+        type=options.TIME,
+        default="60s",
+        help="For how long it has to hold before a board keeps it.",
+        group=WHEN,
+    ),
     option(
         "--window",
         metavar="HH:MM-HH:MM",
@@ -157,10 +136,14 @@ def begin(store: Store, plan: Plan, payload: bytes | None, what: str, home: Path
         StoreError: the home cannot be written.
     """
     from fedquilt.coordinator import requests
+    from fedquilt.coordinator.views import rollouts as view
 
     id = requests.deploy(store, plan, payload)
     print(f"{id}: {what}; `fedquilt rollouts {id} --home {home}` shows how far it is")
-    if not store.served():
+    around = view.sight(home, store.rollouts)
+    if said := view.unchosen(plan, around):
+        print(f"it waits for {said}")
+    if not around.served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")
 
 

@@ -12,7 +12,7 @@ from fedquilt.cli.commands import option, verb
 @verb()
 @option("--keep", type=options.COUNT, metavar="N", help="Delete all runs that have ended but the N latest.")
 @option(
-    "--older-than", type=options.AGE, metavar="AGE", help="Delete runs that ended longer ago than this: 30d, 12h, 2w."
+    "--older-than", type=options.TIME, metavar="AGE", help="Delete runs that ended longer ago than this: 30d, 12h, 2w."
 )
 @option("--dry-run", is_flag=True, help="List the runs that would be deleted, and delete nothing.")
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")

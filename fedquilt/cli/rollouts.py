@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from fedquilt.cli import homes, options
@@ -18,12 +17,17 @@ def rollouts(rollout: str | None, home: Path, format: str) -> None:
     from fedquilt.coordinator.views import rollouts as view
 
     with homes.existing(home) as store:
-        now = time.time()
+        around = view.sight(home, store.rollouts)
         if rollout is None:
             known, odd = store.rollouts.all(), store.rollouts.unreadable()
             none = f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one"
-            rows = [view.row(kept) for kept in known] + [{"rollout": id, "problem": why} for id, why in odd.items()]
-            homes.show(format, rows, [*(view.lines(known, now) if known else [none]), *odd.values()])
+            held = {each.state.id: view.held(each, store.rollouts, around) for each in known}
+            rows = [{**view.row(each), "waits": held[each.state.id]} for each in known]
+            rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
+            told = [f"{id} waits for {said}" for id, said in held.items() if said]
+            homes.show(format, rows, [*(view.lines(known, around.now) if known else [none]), *told, *odd.values()])
             return
         kept = store.rollouts.find(rollout)
-        homes.show(format, view.detail(kept), view.told(kept, store.rollouts.facts(kept.state.id), now))
+        facts = store.rollouts.facts(kept.state.id)
+        shown = {**view.detail(kept), "waits": view.waits(kept.state, facts, around)}
+        homes.show(format, shown, view.told(kept, facts, around))

@@ -193,4 +193,10 @@ class Method:
     anew: bool = False  # a device whose private state is lost may begin it anew; else it declines, by name
     refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why
     uneven: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of its params
+    personal: Callable[[Task, Site], Tensors] | None = None
+    """A device's own network, all its tensors, as `check` evaluates it; None: what a device runs is the `result`.
+
+    The task is one for a device that has not taken part; the site has the private state, and no examples. Raises
+    ModelError where a device has to take part before it has a network.
+    """
     keeps: str = ""  # what a round holds of each device's update beside its sums; "": nothing, whatever the fleet

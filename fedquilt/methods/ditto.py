@@ -91,6 +91,13 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
+def personal(task: Task, site: Site) -> Tensors:
+    """The device's own model, adapters merged into its weights."""
+    received = site.load("model")
+    still, _ = adapted(task, site, received)
+    return fedlora.put_in(task.params, still, own(site, received)) if still else own(site, received)
+
+
 def result(state: Any) -> Artefact:
     """Shared model: the devices' own are known to nobody else."""
     return fedlora.result(state) if state.backbone else fedavg.result(state)
@@ -106,4 +113,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
+    personal=personal,
 )

@@ -52,7 +52,7 @@ def send(state: State, device: DeviceView) -> Order:
 
 def work(task: Task, site: Site) -> Answer:
     """Train the whole network; batch norm stays as the device's own."""
-    answer = fedavg.trained(task, site, _whole(site))
+    answer = fedavg.trained(task, site, personal(task, site))
     model, own = answer.bundles["model"], site.load("norm").keys()
     shared = {name: array for name, array in model.items() if name not in own}
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
@@ -60,7 +60,7 @@ def work(task: Task, site: Site) -> Answer:
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
     """Evaluate the shared tensors with the device's own batch norm."""
-    return site.engine.evaluate(task.params["network"], _whole(site), site.held)
+    return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
 def result(state: State) -> Artefact:
@@ -69,7 +69,7 @@ def result(state: State) -> Artefact:
     return Artefact("weights", meta, {**state.model, **state.norm})
 
 
-def _whole(site: Site) -> Tensors:
+def personal(task: Task, site: Site) -> Tensors:
     """Shared tensors with the device's own batch norm, or the job's first before it has trained."""
     norm = site.load("norm")
     if site.local:
@@ -86,4 +86,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
+    personal=personal,
 )

@@ -126,8 +126,13 @@ def result(state: State) -> Artefact:
 
 def plain(state: State) -> dict[str, np.ndarray]:
     """Shared model as the network's own tensors, adapters merged."""
-    whole = {**state.backbone, **{name: state.model[name] for name in state.model if name in state.backbone}}
-    return lora.merged(whole, state.model, lora.spots(state.backbone, layers.calls(state.network)), scale(state.params))
+    return put_in({**state.params, "network": state.network}, state.backbone, state.model)
+
+
+def put_in(params: Mapping[str, Any], backbone: Tensors, moved: Tensors) -> dict[str, np.ndarray]:
+    """The network's own tensors: the adapters in `moved` merged into its weights, its other tensors taken over."""
+    whole = {**backbone, **{name: moved[name] for name in moved if name in backbone}}
+    return lora.merged(whole, moved, lora.spots(backbone, layers.calls(params["network"])), scale(params))
 
 
 METHOD = replace(

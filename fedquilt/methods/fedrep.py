@@ -115,6 +115,12 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=Hooks(prepare=prepare))
 
 
+def personal(task: Task, site: Site) -> Tensors:
+    """The network that `check` evaluates, adapters merged into its weights."""
+    still, _ = adapted(task, site)
+    return fedlora.put_in(task.params, still, whole(site)) if still else whole(site)
+
+
 def result(state: State) -> Artefact:
     """Shared part within the job's first network; `meta["private"]` names the tensors that stay on devices."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
@@ -198,4 +204,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
+    personal=personal,
 )

@@ -197,8 +197,11 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def result(state: State) -> Artefact:
     """Network with the shared adapters merged into its weights: every gate shut."""
-    private = list(fedlora.head(state.backbone, state.network)) if state.params["head"] == "private" else []
-    return Artefact("weights", {"network": state.network, "private": private}, fedlora.plain(state))
+    spots = lora.spots(state.backbone, layers.calls(state.network))
+    private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
+    if state.params["head"] == "private":
+        private.update(fedlora.head(state.backbone, state.network))
+    return Artefact("weights", {"network": state.network, "private": sorted(private)}, fedlora.plain(state))
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -218,13 +221,27 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """Evaluate with the own branch; a device that has never trained has noise there, so its gates are shut."""
+    """Evaluate with the own branch."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = own(task, site, backbone)
-    if not site.local:
-        mine = {name: shut(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
+    mine = _evaluated(task, site, backbone)
     adapted = hooks(task, backbone, received, mine)
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
+
+
+def personal(task: Task, site: Site) -> Tensors:
+    """The network that `check` evaluates, both branches merged into its weights."""
+    backbone, received = site.load("backbone"), site.load("model")
+    mine = _evaluated(task, site, backbone)
+    whole = fedlora.put_in(task.params, backbone, {**received, **mine})
+    return lora.merged_own(whole, mine, gated(task, backbone), fedlora.scale(task.params))
+
+
+def _evaluated(task: Task, site: Site, backbone: Tensors) -> Tensors:
+    """The own branch; a device that has never trained has noise there, so its gates are shut."""
+    mine = own(task, site, backbone)
+    if site.local:
+        return mine
+    return {name: shut(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
 
 
 def shut(gate: np.ndarray) -> np.ndarray:
@@ -310,5 +327,6 @@ METHOD = replace(
     step=step,
     result=result,
     explain=lambda state: state.told,
+    personal=personal,
     keeps="changes of adapters and head, `most` of them, which are compared",
 )

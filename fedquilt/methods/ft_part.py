@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedquilt import layers
-from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
 from fedquilt.methods import fedavg, fedrep, ft_full
 
 
@@ -69,6 +69,11 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 
 
+def result(state: fedrep.State) -> Artefact:
+    """The whole network: its frozen layers are the same on all devices."""
+    return Artefact("weights", {"network": state.network}, {**state.own, **state.model})
+
+
 METHOD = replace(
     fedrep.METHOD,
     paper="arXiv 2409.07202, section V-A3",
@@ -77,4 +82,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
+    result=result,
+    personal=None,
 )

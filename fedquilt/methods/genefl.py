@@ -46,6 +46,7 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Examples,
+    ModelError,
     Order,
     Site,
     Task,
@@ -207,6 +208,19 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     if task.params["ask"] == "fingerprint":
         return {"examples": 0.0}
     return site.engine.evaluate(task.params["network"], _own(site, _received(task, site)[0]), site.held)
+
+
+def personal(task: Task, site: Site) -> Tensors:
+    """The device's own model.
+
+    Raises:
+        ModelError: it has none: a device gets one with its first training, from the cluster that its examples are in.
+    """
+    if not site.local:
+        raise ModelError(
+            f"{site.device} has no model of its own of {task.job}: genefl gives a device one once it has taken part"
+        )
+    return site.local
 
 
 def _received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
@@ -378,6 +392,7 @@ METHOD = replace(
     step=step,
     result=result,
     explain=explain,
+    personal=personal,
     tasks=("classes",),  # L_t follows the devices' accuracy
     exact=True,  # fingerprints are directions of length 1
     anew=False,  # the own model is what a device trains for

@@ -29,16 +29,16 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 def work(task: Task, site: Site) -> Answer:
     """Train the device's own model further; no tensors are sent."""
-    answer = fedavg.trained(task, site, _own(site))
+    answer = fedavg.trained(task, site, personal(task, site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
     """Evaluate the device's own model."""
-    return site.engine.evaluate(task.params["network"], _own(site), site.held)
+    return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
-def _own(site: Site) -> Tensors:
+def personal(task: Task, site: Site) -> Tensors:
     """The device's model, or the job's first before it has trained."""
     first = site.load("model")
     if site.local:
@@ -78,5 +78,6 @@ METHOD = replace(
     fold=fold,
     step=step,
     result=result,
+    personal=personal,
     anew=False,  # the own model is what a device trains for
 )

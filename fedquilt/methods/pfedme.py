@@ -114,4 +114,5 @@ METHOD = replace(
     check=ditto.check,
     fold=fold,
     step=step,
+    personal=ditto.personal,
 )

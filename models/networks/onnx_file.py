@@ -18,7 +18,7 @@ from fedquilt.models.networks import registry
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
 
-def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onnx.ModelProto:
+def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str, *, plain: bool = False) -> onnx.ModelProto:
     """Trace a module as an ONNX graph from "x", (n, *shape) float32, to "y".
 
     Args:
@@ -26,6 +26,8 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onn
         shape: of one example.
         name: name of the module in errors.
         mend: advice in the error for an operation that ONNX cannot express.
+        plain: compute nothing beforehand, so that the graph has the module's own tensors by their names: batch
+            normalisation is not merged into the convolution before it.
 
     Raises:
         ModelError: it has such an operation.
@@ -33,6 +35,7 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onn
     file = io.BytesIO()
     try:
         with warnings.catch_warnings(), torch.no_grad(), registry.plain_attention():
+            kept = {"do_constant_folding": False, "training": torch.onnx.TrainingMode.PRESERVE} if plain else {}
             # torch's newer exporter needs one package more and writes an opset that boards cannot read
             warnings.simplefilter("ignore")
             torch.onnx.export(
@@ -44,6 +47,7 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onn
                 input_names=["x"],
                 output_names=["y"],
                 dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+                **kept,
             )
     except Exception as error:  # torch.onnx's errors have no common base
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -75,6 +79,35 @@ def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
     made = traced(
         model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
     )
+    return _named(made, network)
+
+
+def unfilled(network: Mapping[str, Any]) -> bytes:
+    """Write the network as ONNX without the numbers of its tensors, which `fedquilt.onnx_fill` puts in by name.
+
+    Args:
+        network: its table.
+
+    Raises:
+        ModelError: an operation has no ONNX, or a tensor of the network is none of the graph's.
+    """
+    model = registry.load(network, seed=0)
+    held = {name: value for name, value in model.state_dict().items() if value.dtype.is_floating_point}
+    draws = torch.Generator().manual_seed(0)
+    for value in held.values():  # no two alike: the exporter makes one of tensors that are equal
+        value.copy_(torch.rand(value.shape, generator=draws) + 0.5)
+    name, mend = f"network {network.get('name')!r}", "deploy a run of a method whose result is whole"
+    made = traced(model, registry.input_shape(network), name, mend, plain=True)
+    graphs = {tensor.name: tensor for tensor in made.graph.initializer}
+    if odd := sorted(held.keys() - graphs.keys()):
+        raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot put in their own: {mend}")
+    for each in held:
+        graphs[each].ClearField("raw_data")
+    return _named(made, network)
+
+
+def _named(made: onnx.ModelProto, network: Mapping[str, Any]) -> bytes:
+    """The bytes of a graph, with the network's table in its metadata."""
     made.producer_name, made.producer_version = "fedquilt", ""
     onnx.helper.set_model_props(made, {"network": json.dumps(dict(network), sort_keys=True)})
-    return made.SerializeToString(deterministic=True)
+    return bytes(made.SerializeToString(deterministic=True))

@@ -89,10 +89,21 @@ def openness(held: Tensors, places: Sequence[Spot]) -> list[float]:
 
 def merged(model: Tensors, adapters: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
     """Merge adapters into weights: W + s (A B)^T for every adapted layer, with the same scores."""
+    return _added(model, adapters, places, SHARED, [scale] * len(places))
+
+
+def merged_own(model: Tensors, own: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
+    """Merge a device's own branch into weights: W + m s (A_p B_p)^T for every adapted layer, m as its gate is open."""
+    return _added(model, own, places, OWN, [scale * m for m in openness(own, places)])
+
+
+def _added(
+    model: Tensors, adapters: Tensors, places: Sequence[Spot], leaves: tuple[str, str], scales: Sequence[float]
+) -> dict[str, np.ndarray]:
     found = dict(model)
-    for spot in places:
+    for spot, scale in zip(places, scales, strict=True):
         for layer in spot.layers:
-            a, b = (adapters[f"{layer}.{leaf}"].astype(np.float64) for leaf in SHARED)
+            a, b = (adapters[f"{layer}.{leaf}"].astype(np.float64) for leaf in leaves)
             weight = model[f"{layer}.weight"]
             found[f"{layer}.weight"] = (weight + scale * (a @ b).T).astype(weight.dtype)
     return found

@@ -34,7 +34,7 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
         ("running = 0", "running"),
         ("places = 2", "places"),
         ("[submitter]\nshare = 1.5", "share"),
-        ('[retention]\nolder_than = "soon"', "'soon' is no age"),
+        ('[retention]\nolder_than = "soon"', "'soon' is no time"),
         ("running =", "is not TOML"),
     ],
 )

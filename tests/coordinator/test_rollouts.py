@@ -29,6 +29,7 @@ from fedquilt.coordinator.rollouts import (
     decide,
     release,
     told,
+    waits,
 )
 from fedquilt.core import BlobRef, JobError
 
@@ -109,13 +110,17 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None
     both = Offered(0, ("a", "b")), Heard("a", 7, "committed"), Heard("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
     assert decide(now, fleet, LONGEST_S, 8) is None
+    assert waits(now, fleet, LONGEST_S) == ("b",)
+    assert waits(now, fleet, LONGEST_S + 61.0) == ()
     assert decide(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
 
 
 def test_nothing_passes_before_anybody_has_answered() -> None:
     """Without a single answer no patience is long enough: nothing is known of the release."""
     fleet = {name: Seen(False, 0.0) for name in names(4)}
-    assert decide(state(Offered(0, ("b-000",)), patience_s=1.0), fleet, 1e9, 8) is None
+    now = state(Offered(0, ("b-000",)), patience_s=1.0)
+    assert decide(now, fleet, 1e9, 8) is None
+    assert waits(now, fleet, 1e9) == ("b-000",)
 
 
 @pytest.mark.parametrize("failure", ["refused", "returned"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedquilt import units
+from fedquilt.cli import options
+from fedquilt.coordinator import limits, settings
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,41 @@ def test_units_are_those_of_the_largest() -> None:
     assert units.unit(2_500_000) == (1e6, "M")
     assert units.unit(0.004) == (1e-3, "m")
     assert units.unit(0.0) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("40ms", 0.04),
+        ("60s", 60.0),
+        ("1min", 60.0),
+        ("1.5m", 90.0),
+        ("2 h", 7200.0),
+        ("30d", 2_592_000.0),
+        ("2w", 1_209_600.0),
+        ("0s", 0.0),
+    ],
+)
+def test_a_time_is_read_with_any_unit(text: str, seconds: float) -> None:
+    """An option of a command, [trigger] pause and [retention] older_than take the same ones."""
+    assert units.seconds(text) == seconds
+    assert options.TIME.convert(text, None, None) == seconds
+    assert settings.Trigger(pause=text).pause_s == seconds
+    assert limits.Retention(older_than=text).older_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("12", "'12' is no time: a number with ms, s, min, m, h, d or w, such as 90s or 30d"),
+        ("soon", "'soon' is no time"),
+        ("1month", "'1month' is no time"),
+        ("1.s", "'1.s' is no time"),
+        ("-1s", "-1s is less than 0, or too long"),
+        ("99999w", "99999w is less than 0, or too long"),
+    ],
+)
+def test_what_is_no_time_says_what_is_one(text: str, said: str) -> None:
+    """With the units that there are."""
+    with pytest.raises(ValueError, match=said):
+        units.seconds(text)

@@ -7,36 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from fedquilt import bundle, methods, tensors, units
+from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors, units
 from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.core import Artefact, JobError, ModelError, StoreError
+from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
 from fedquilt.models.stitching import names, stitched
 
 
 def artefact(store: Store, run: str) -> Artefact:
-    """What a run has come to, as of its last committed round.
+    """What a run has come to, as of its last committed round; errors as of `state_of`."""
+    row = store.job(run)
+    return methods.load(row.job.method).result(state_of(store, row))
+
+
+def state_of(store: Store, row: Row) -> Any:
+    """The state of a run's method after its last committed round.
 
     Raises:
-        StoreError: no such run, or its state is gone or of another version.
-        JobError: it has not begun.
+        StoreError: the state is gone, or of another version.
+        JobError: the run has not begun.
     """
-    row = store.job(run)
     states = [fact.state for _, _, fact in store.facts(row.id) if isinstance(fact, Started | Committed)]
     if not states:
-        raise JobError(f"{run} is {row.status} and has no state yet")
+        raise JobError(f"{row.id} is {row.status} and has no state yet")
     path = store.depot.path(states[-1].sha256)
     if path is None:
-        raise StoreError(f"the state of {run} ({states[-1].sha256[:12]}) is gone from {store.home}, or damaged")
-    method = methods.load(row.job.method)
+        raise StoreError(f"the state of {row.id} ({states[-1].sha256[:12]}) is gone from {store.home}, or damaged")
     try:
-        state: Any = tensors.unpack(path.read_bytes(), method.state)
+        return tensors.unpack(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
         raise StoreError(
-            f"the state of {run} cannot be read ({error}): use the version that ran it, or run the job anew"
+            f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job anew"
         ) from None
-    return method.result(state)
 
 
 def export(store: Store, run: str, out: Path) -> str:
@@ -70,24 +74,55 @@ def export(store: Store, run: str, out: Path) -> str:
 
 
 def graph(store: Store, run: str) -> tuple[bytes, str]:
-    """A run's result as ONNX, in which boards can run it, and what it is.
+    """A run's result as boards take it, and what it is: ONNX, or where each has a part for itself `fedquilt.personal`.
 
     Raises:
-        JobError: the run is not done, or a part of its network stays on each board.
-        ModelError: the result cannot be written as ONNX.
+        JobError: the run is not done, or its method does not say how a board puts its network together.
+        ModelError: the result cannot be written as ONNX, or no board would load it.
         StoreError: no such run, or its state is gone or of another version.
     """
-    found, row = artefact(store, run), store.job(run)
+    row = store.job(run)
+    state, method = state_of(store, row), methods.load(row.job.method)
     if (status := store.standing(row)) != "done":
         raise JobError(
             f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
         )
+    found = method.result(state)
+    if method.personal is not None and found.meta.get("private") != []:
+        return _with_parts(row, method, state, found)
     if private := found.meta.get("private"):
         raise JobError(
-            f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, which has its own: the "
-            "result without them is no network. Deploy a run of a method whose result is whole, or --model FILE.onnx"
+            f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
+            "a board puts its network together of them (`Method.personal`): deploy a run of another method, or --model "
+            "FILE.onnx"
         )
-    return _made(found, row, onnx=True)
+    payload, what = _made(found, row, onnx=True)
+    loadable(payload, what)
+    return payload, what
+
+
+def loadable(payload: bytes | memoryview, what: str) -> None:
+    """Raise ModelError unless a board would load this ONNX file; `what` names it."""
+    try:
+        graph_check.of_bytes(payload)
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from None
+
+
+def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:
+    """A result of which each board has a part for itself: a graph, and what a device is sent that is new to the run."""
+    from fedquilt.models.networks import onnx_file  # needs torch
+
+    network = found.meta["network"]
+    graph = onnx_file.unfilled(network)
+    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in onnx_fill.lacks(graph).items()}
+    loadable(b"".join(onnx_fill.filled(graph, zeros)), f"network {network.get('name')!r}")
+    order = method.send(state, DeviceView("", None))
+    assert order is not None, f"{row.job.method} orders nothing of a new device"
+    about = personal.About(job=row.id, method=row.job.method, params=dict(order.params), seed=row.job.seed)
+    sent = {name: bundle for name, bundle in order.bundles.items() if not isinstance(bundle, BlobRef)}
+    what = f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
+    return personal.encode(about, graph, sent), what
 
 
 def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:

@@ -22,8 +22,13 @@ async def listed(watch: Watch) -> dict[str, Any]:
     Raises:
         StoreError: they cannot be read.
     """
-    known, odd = await watch.aside(lambda: ((log := watch.rollouts()).all(), log.unreadable()))
-    rows = [_row(kept) for kept in reversed(known)][:LATEST]
+
+    def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
+        log = watch.rollouts()
+        around, latest = view.sight(watch.home, log), log.all()[::-1][:LATEST]
+        return [{**_row(kept), "waits": view.held(kept, log, around)} for kept in latest], log.unreadable()
+
+    rows, odd = await watch.aside(read)
     rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
     return {"at": time.time(), "served": watch.served, "rollouts": rows}
 
@@ -36,7 +41,13 @@ async def one(watch: Watch, id: str) -> dict[str, Any]:
         StoreError: it cannot be read.
     """
     kept = await _found(watch, id)
-    facts = await watch.aside(lambda: watch.rollouts().facts(id))
+
+    def read() -> tuple[Any, str]:
+        log = watch.rollouts()
+        facts = log.facts(id)
+        return facts, view.waits(kept.state, facts, view.sight(watch.home, log))
+
+    facts, waits = await watch.aside(read)
     told = view.detail(kept)
     steps = [
         {"at": at, "text": view.sentence(kept.state, fact)} for _, at, fact in facts if not isinstance(fact, Heard)
@@ -50,6 +61,7 @@ async def one(watch: Watch, id: str) -> dict[str, Any]:
         "boards": boards[:BOARDS],
         "more": max(0, len(boards) - BOARDS),
         "steps": steps,
+        "waits": waits,
     }
 
 

@@ -81,7 +81,8 @@ def make(
     if (authority / "ca.key").is_file():
         from fedquilt.tools.identity.authority import Authority
 
-        sign = Authority(authority).sign_upgrade
+        signs = Authority(authority)
+        sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade(time.time()))
     size = pack(made, house, out, sign)
     signed = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
     brings = f"{len(made.wheels)} wheel{'s' * (len(made.wheels) > 1)}"

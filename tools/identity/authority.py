@@ -197,6 +197,23 @@ class Authority:
         self.register.add(made)
         return made
 
+    def next_upgrade(self, now_s: float) -> int:
+        """Number for the next upgrade that is signed: greater than any before, by which boards know an old one.
+
+        It is no less than the seconds since 1970, so that it grows also in a folder that was put back from a copy.
+
+        Raises:
+            StoreError: the folder cannot be read or written.
+        """
+        file = self.folder / "upgrades"
+        with self.register.together():  # one at a time
+            with disk.doing(f"read {file}"):
+                text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else "0"
+            last = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
+            number = max(last + 1, int(now_s))
+            enrolment.keep(file, f"{number}\n".encode(), 0o600)
+        return number
+
     def sign_upgrade(self, manifest: bytes) -> bytes:
         """Signature (DER) of the manifest of an upgrade, by which boards know that the bundle is of this fleet."""
         return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from one_agent import Site
+from one_agent import TOPICS, Site
 from toy_kinds import ToyKind, release
 
+from fedquilt import wire
 from fedquilt.core import BlobRef, ModelError, StoreError
 from fedquilt.edge_agent.releases import window
 from fedquilt.edge_agent.releases.kind import Verdict
@@ -233,6 +234,36 @@ def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: 
     assert toy.calls == calls
     again = site.all("installed")[told:]
     assert [(each.serial, each.phase) for each in again] == [(5, "committed")] * 2
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_old_release_that_is_kept_and_sent_again_changes_nothing(site: Site, toy: ToyKind, anew: bool) -> None:
+    """Whoever has an old retained message cannot bring its model back: after a later one, and after a return from that.
+
+    `anew`: the agent was started anew meanwhile, and finds the old message in its topic.
+    """
+
+    def replayed(old: Release) -> None:
+        running, calls, told = toy.running, list(toy.calls), len(site.all("installed"))
+        if anew:
+            site.link.publish(TOPICS.device("d", "dn", "model"), wire.encode(old), retain=True)
+            site.start()
+        else:
+            site.say("model", old, retain=True)
+        site.run(20.0)
+        assert (toy.running, toy.calls[len(calls) :]) == (running, ["drop"] * (len(toy.calls) - len(calls)))
+        assert all(each.serial > old.serial for each in site.all("installed")[told:])
+
+    old = deploy(site)
+    site.run(20.0)
+    later = deploy(site, 2)
+    site.run(20.0)
+    replayed(old)
+    site.say("model", release(3, rollout="r2", back=True), retain=True)
+    site.run(20.0)
+    assert (last(site).serial, last(site).phase) == (3, "returned")
+    replayed(later)
+    replayed(old)
 
 
 def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, toy: ToyKind) -> None:

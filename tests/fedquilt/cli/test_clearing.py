@@ -299,7 +299,7 @@ def test_a_folder_with_nothing_kept_says_so(tmp_path: Path, capsys: pytest.Captu
     assert "no kept runs in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("age", ["30", "d", "1y", "-3d", "3 d"])
+@pytest.mark.parametrize("age", ["30", "d", "1y", "-3d", "3d 2h"])
 def test_an_age_has_a_unit(age: str, tmp_path: Path) -> None:
     """A number alone could be days or seconds."""
     with pytest.raises(SystemExit):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, methods, onnx_fill, personal, tensors
 from fedquilt.cli import main, phased
 from fedquilt.coordinator import preflight, settings
+from fedquilt.coordinator.boards import Board
+from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Started
 from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan
 from fedquilt.coordinator.store import Store
@@ -109,14 +115,34 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
     assert plan.name == run
 
 
-@pytest.mark.parametrize("method", ["fedrep", "local"])
-def test_a_network_of_which_a_part_stays_on_boards_is_refused_by_name(
+@pytest.mark.parametrize("method", ["fedrep", "local", "ditto"])
+def test_a_run_with_parts_on_boards_is_deployed_without_them(
     home: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    """The sentence names the method and what can be deployed instead; nothing is queued."""
-    ran(home, method)
+    """The blob says whose parts belong to it, and has the network's graph without its numbers."""
+    pytest.importorskip("torch", reason="a network is written as ONNX by torch")
+    run = ran(home, method)
+    assert main(["deploy", "digits", "--home", str(home)]) == 0
+    assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
+    with Store(home) as store:
+        plan = store.rollouts.find(run).state.plan
+        path = store.depot.path(plan.blob.sha256)  # type: ignore[union-attr]
+    assert path is not None
+    about, parts = personal.about(path), personal.read(path)
+    assert about is not None
+    assert (about.job, about.method, about.params["network"]["name"]) == (run, method, "mlp")
+    assert onnx_fill.lacks(parts.graph.data).keys() == numpy_engine.init(NETWORK, seed=0).keys()
+
+
+def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another package may be: with the mend, and nothing is queued."""
+    ran(home, "fedrep")
+    method = dataclasses.replace(methods.load("fedrep"), personal=None)
+    monkeypatch.setattr(methods, "load", lambda name: method)
     said = refused(capsys, "deploy", "digits", "--home", str(home))
-    assert f"{method} leaves" in said
+    assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said
     assert "--model FILE.onnx" in said
     with Store(home) as store:
         assert store.rollouts.all() == []
@@ -156,7 +182,7 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
         (("--canary", "105%"), "105% is not between 0 % and 100 %"),
         (("--canary", "few"), "'few%' is no share"),
         (("--phases", "50,25"), "do not grow"),
-        (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt, %"),
+        (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt or %"),
         (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
         (("--soak", "-1s"), "-1s is less than 0"),
         (("--max-peak", "much"), "'much' is no size"),
@@ -174,18 +200,11 @@ def test_a_number_that_is_none_is_named(
     assert said in refused(capsys, "deploy", *words, "--model", str(file), "--home", str(home))
 
 
-def test_shares_points_times_and_sizes_are_read() -> None:
+def test_shares_points_and_sizes_are_read() -> None:
     """Signs and units are those that --help shows; sizes are written as in agent.toml."""
     assert [phased.size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
     assert [phased.share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
     assert [phased.points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
-    assert [phased.seconds(each) for each in ("40ms", "60s", "10min", "2h", "1d")] == [
-        0.04,
-        60.0,
-        600.0,
-        7200.0,
-        86400.0,
-    ]
 
 
 def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +221,8 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
         ]
         store.rollouts.append([(id, fact) for fact in facts])
     assert main(["rollouts", "--home", str(home)]) == 0
-    (_, line) = capsys.readouterr().out.splitlines()
+    (_, line, waits) = capsys.readouterr().out.splitlines()
+    assert waits == f"{id} waits for a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
     assert line.split()[:4] == [id, "digits-20261123-041500-1a2b3c", "running", "canary"]
     assert "1 committed, 1 waiting, 1 silent" in line
     assert main(["rollouts", "digits", "--home", str(home)]) == 0
@@ -241,3 +261,78 @@ def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytes
     assert main(["deploy", "--abort", agent, "--home", str(home)]) == 0
     with Store(home) as store:
         assert store.rollouts.find(agent).wish == "abort"
+
+
+def known(home: Path, **boards: Board) -> None:
+    """Boards as a coordinator has noted them."""
+    with BoardStore(home, writes=True) as store:
+        store.write([replace(board, device=name) for name, board in boards.items()], [])
+
+
+def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `rollouts` says that the only one waits for: in the list, and alone; "" for nothing."""
+    with Store(home) as store:
+        id = store.rollouts.find().state.id
+    assert main(["rollouts", "--home", str(home)]) == 0
+    listed = capsys.readouterr().out.splitlines()[2:]
+    assert main(["rollouts", id, "--home", str(home)]) == 0
+    alone = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it waits for ")]
+    assert main(["rollouts", id, "--home", str(home), "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)["waits"]
+    assert [line.removeprefix(f"{id} waits for ") for line in listed] == ([said] if said else [])
+    assert [line.removeprefix("it waits for ") for line in alone] == ([said] if said else [])
+    return str(said)
+
+
+def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a home without a coordinator to a canary of which one has answered, and those that are away."""
+    there, lab = Board("", online=True), Board("", online=True, labels=("site=lab",))
+    with Store(home) as store:
+        id = store.rollouts.add(Plan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
+
+    def told(*facts: Any) -> None:
+        with Store(home) as store:
+            store.rollouts.append([(id, fact) for fact in facts])
+
+    assert waits(home, capsys) == f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+    with Store(home) as serving:
+        assert serving.lock()
+        assert waits(home, capsys) == f"a board: no coordinator of {home} has heard of one"
+        known(home, a=there, b=there)
+        said = "a board: of the 2 boards that are known, none is selected by site=lab; `fedquilt devices --home "
+        assert waits(home, capsys) == f"{said}{home}` shows their labels"
+        known(home, c=replace(lab, online=False), d=replace(lab, online=False))
+        assert waits(home, capsys) == "a board to come online: 2 are selected, and none is"
+        known(home, **dict.fromkeys("cdefghij", lab))
+        assert waits(home, capsys) == ""
+        told(Begun(7), Offered(0, tuple("cdefghi")))
+        assert waits(home, capsys) == "c (silent), d (silent), e (silent), f (silent), g (silent) and 2 more"
+        known(home, c=replace(lab, online=False, since=time.time()))
+        told(Heard("d", 7, "committed"), Heard("e", 7, "checking"), *(Heard(name, 7, "committed") for name in "fghi"))
+        assert waits(home, capsys) == "c (offline), e (checking)"
+        known(home, c=replace(lab, online=False, since=time.time() - 86400))
+        assert waits(home, capsys) == "c (offline), e (checking)", "it was offered it a moment ago"
+        told(Heard("e", 7, "committed"), Heard("c", 7, "refused", "too slow"))
+        assert waits(home, capsys) == ""
+
+
+def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is queued all the same: one with that label may come."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph())
+    known(home, a=Board("", online=True, labels=("site=hall",)))
+    assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
+    out = capsys.readouterr().out
+    assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
+    assert f"no coordinator serves {home}" in out
+    with Store(home) as store:
+        assert len(store.rollouts.all()) == 1
+
+
+def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said of boards."""
+    file = home.with_name("net.onnx")
+    file.write_bytes(graph())
+    known(home, a=Board("", online=True, labels=("site=lab",)))
+    assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
+    assert "waits for" not in capsys.readouterr().out

@@ -175,6 +175,7 @@ def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home
         tab = opened(browser, dash, "/rollouts", size)
         assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
         assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+        assert "waits for a coordinator" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
         link = "document.querySelectorAll('.rollouts tbody tr')[1].querySelector('a')"
         tab = opened(browser, dash, tab.value(f"{link}.getAttribute('href')"), size)
         assert tab.value("document.querySelector('.notice.bad').textContent") == "2 of 2 boards failed"

@@ -223,7 +223,11 @@ def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path)
         for of, what, status in ((ended, "abort", 409), (id, "rollback", 409), ("no", "abort", 404), (id, "x", 404)):
             assert dash.ask(f"/api/rollouts/{of}/{what}", "POST", **own, **proof)[0] == status
         assert dash.problem("/api/rollouts/nothing")[0] == 404
-        assert [each["name"] for each in dash.values("/api/rollouts")["rollouts"]] == [MARKUP, TABLES]
+        listed = dash.values("/api/rollouts")["rollouts"]
+        assert [each["name"] for each in listed] == [MARKUP, TABLES]
+        nobody = f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+        assert [each["waits"] for each in listed] == [nobody, ""]
+        assert [dash.values(f"/api/rollouts/{each}")["waits"] for each in (id, ended)] == [nobody, ""]
         assert dash.values(f"/api/rollouts/{ended}")["steps"][-1]["text"].startswith("aborted: 2 of 2 boards failed")
     with Dashboard(home) as only:
         assert only.ask(ask, "POST", **own, **proof)[0] == 403

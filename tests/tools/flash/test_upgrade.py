@@ -58,6 +58,9 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     assert list(manifest.wheels) == [f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"]
     assert manifest.present["msgspec"] == "99.0"
     assert "cryptography" in manifest.present
+    assert flash() == 0
+    with archive.opened(place / "agents.tar") as made:
+        assert made.manifest.number > manifest.number > 0, "boards tell by it which one was signed later"
     with tarfile.open(place / "agents.tar") as packed:
         assert {name.split("/")[0] for name in packed.getnames()} == {"upgrade.json", "upgrade.sig", "wheels"}
 

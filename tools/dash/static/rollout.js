@@ -6,14 +6,14 @@ import { actions, status } from "./runs.js";
 const TITLES = { abort: "End this rollout", rollback: "Take this rollout back" };
 
 export function page(place, { name, again, ask, session, say }) {
-  const head = h("p", { class: "soft" }), tiles = h("dl", { class: "tiles" }), why = h("p", { class: "notice bad", hidden: true });
+  const head = h("p", { class: "soft" }), tiles = h("dl", { class: "tiles" }), why = h("p", { class: "notice bad", hidden: true }), waits = h("p", { class: "notice", hidden: true });
   const sure = (what) => `${TITLES[what]}: ${name}? Boards that have it return to what they ran before.`;
   const acts = actions(`rollouts/${encodeURIComponent(name)}`, TITLES, sure, "To end rollouts", { again, ask, session, say });
   const counts = h("div"), more = h("p", { class: "none", hidden: true });
   const { made: list, body } = table("boards of this rollout", [{ text: "Board" }, { text: "Step" }, { text: "How far" }, { text: "Accuracy", class: "number" }, { text: "Answer", class: "number" }, { text: "Why" }], "cards");
   const { made: log, body: lines } = table("what happened", [{ text: "When" }, { text: "What" }], "cards");
   place.append(
-    h("p", { class: "crumbs" }, h("a", { href: "/rollouts" }, "Rollouts")), h("h1", {}, name), head, acts.made, why, tiles,
+    h("p", { class: "crumbs" }, h("a", { href: "/rollouts" }, "Rollouts")), h("h1", {}, name), head, acts.made, why, waits, tiles,
     h("section", {}, h("h2", {}, "Boards"), counts, list, more),
     h("section", {}, h("h2", {}, "What happened"), log));
 
@@ -23,6 +23,8 @@ export function page(place, { name, again, ask, session, say }) {
       told.wish ? ` · ${told.wish === "abort" ? "its end" : "its return"} is asked for` : "");
     why.hidden = !told.reason;
     why.textContent = told.reason;
+    waits.hidden = !told.waits;
+    waits.textContent = `It waits for ${told.waits}`;
     tiles.replaceChildren(tile("step", told.now), tile("boards that were offered it", String(told.offered)), tile("begun", since(told.created, "", " ago")),
       ...Object.entries(told.limits).map(([what, limit]) => tile(what, limit)));
     acts.offer({ abort: ["queued", "running"].includes(told.status), rollback: told.status === "done" });

@@ -28,7 +28,7 @@ function row(each) {
   if (each.problem) return h("tr", {}, h("th", { scope: "row" }, each.rollout), h("td", { class: "words bad", colspan: 4 }, each.problem));
   const td = (name, ...children) => h("td", { "data-head": name }, ...children);
   return h("tr", {}, h("th", { scope: "row" }, link, h("small", {}, `${each.kind} ${each.name}`)),
-    td("Status", status(each.status)), td("Step", each.now),
+    td("Status", status(each.status), each.waits ? h("small", {}, `waits for ${each.waits}`) : ""), td("Step", each.now),
     h("td", { "data-head": "Boards", class: "words" }, each.offered ? boards(each.counts) : "none yet"),
     td("Begun", since(each.created, "", " ago")));
 }

@@ -1,0 +1,226 @@
+"""A board's own network, made of what was sent and of what the board has kept: which one it is, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from linear_models import board_data
+from one_agent import Board
+from toy_kinds import release
+
+from fedquilt import graph_check, methods, onnx_fill, personal, tensors
+from fedquilt.core import BlobRef
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.releases import check
+from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.releases.protocol import CheckOrder, Parted
+from fedquilt.edge_agent.remembered import Private
+from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
+from fedquilt.edge_agent.task.protocol import Outcome
+
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
+FIRST = numpy_engine.init(NETWORK, seed=0)
+HEAD = {name: np.full_like(FIRST[name], 0.25) for name in ("3.weight", "3.bias")}
+JOB = "digits-1"
+
+
+@pytest.fixture(scope="module")
+def sent() -> bytes:
+    """What is sent of a run of FedRep, whose boards keep the last layer."""
+    pytest.importorskip("torch", reason="a network is written as ONNX by torch")
+    from fedquilt.models.networks import onnx_file
+
+    about = personal.About(job=JOB, method="fedrep", params={"network": NETWORK, "rank": 0})
+    bundles = {
+        "own": {name: FIRST[name] for name in HEAD},
+        "model": {name: array for name, array in FIRST.items() if name not in HEAD},
+    }
+    return personal.encode(about, onnx_file.unfilled(NETWORK), bundles)
+
+
+class Place:
+    """A release of a model in its folder, and a private state."""
+
+    def __init__(self, folder: Path, sent: bytes) -> None:
+        self.folder = folder
+        self.model, self.shared = folder / "model.onnx", folder / "shared.safetensors"
+        self.shared.write_bytes(sent)
+        self.private = folder / "private"
+
+    def keep(self, kept: dict[str, np.ndarray]) -> Parted:
+        self.private.write_bytes(tensors.encode(kept))
+        sha256 = hashlib.sha256(self.private.read_bytes()).hexdigest()
+        return Parted(str(self.shared), "d", str(self.private), sha256)
+
+    def checked(self, parted: Parted, **changes: Any) -> Outcome:
+        given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
+        return check.carry_out(CheckOrder(model=str(self.model), before=None, parted=parted, **given))
+
+
+@pytest.fixture
+def place(tmp_path: Path, sent: bytes) -> Place:
+    return Place(tmp_path, sent)
+
+
+def accuracy(model: dict[str, np.ndarray]) -> float:
+    """Of a network on the held-out digits, by the engine that trains."""
+    _, held = examples.load(DataSpec(**board_data()))
+    engine = numpy_engine.NumpyEngine(1 << 40, base_bytes=0)
+    return float(engine.evaluate(NETWORK, model, held)["accuracy"])
+
+
+def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(place: Place) -> None:
+    """The first layer is the shared one, the head the board's; the file is its own user's."""
+    draws = np.random.default_rng(1)
+    head = {name: draws.normal(size=array.shape).astype(np.float32) for name, array in HEAD.items()}
+    found = place.checked(place.keep(head))
+    assert (found.code, found.reason, found.note) == ("ok", "", "")
+    whole = b"".join(onnx_fill.filled(personal.read(place.shared).graph.data, {**FIRST, **head}))
+    assert place.model.read_bytes() == whole
+    assert found.metrics["accuracy"] == pytest.approx(accuracy({**FIRST, **head}))
+    assert stat.S_IMODE(place.model.stat().st_mode) == 0o600
+    graph_check.of_file(place.model)
+
+
+def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Place) -> None:
+    """The job's first head; readable for a group where the models are."""
+    found = place.checked(Parted(str(place.shared), "d", mode=0o640))
+    assert found.code == "ok"
+    assert found.note == f"nothing of {JOB} is kept here: the network is that of a newcomer to it"
+    assert place.model.read_bytes() == b"".join(onnx_fill.filled(personal.read(place.shared).graph.data, FIRST))
+    assert stat.S_IMODE(place.model.stat().st_mode) == 0o640
+
+
+def test_without_data_it_is_put_together_as_well(place: Place) -> None:
+    """Its private state is of examples that were there once."""
+    found = place.checked(place.keep(HEAD), data={})
+    assert (found.code, found.note) == ("ok", "accuracy was not measured: this device has no [data]")
+
+
+def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a task does: FedRep begins its head anew; a method that does not allow that declines."""
+    parted = place.keep(HEAD)
+    place.private.write_bytes(place.private.read_bytes()[:-1] + b"x")
+    found = place.checked(parted)
+    assert found.code == "ok"
+    assert f"the private state of {JOB} is damaged on this device's disk" in found.note
+    method = replace(methods.load("fedrep"), anew=False)
+    monkeypatch.setattr(methods, "load", lambda name: method)
+    place.model.unlink()
+    found = place.checked(parted)
+    assert found.code == "disk"
+    assert "fedrep does not allow a device to begin it anew" in found.reason
+    assert not place.model.exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda place: place.keep({"3.weight": np.zeros((2, 2), np.float32)}), "3.weight"),
+        (lambda place: place.keep({**HEAD, "3.bias": np.full(10, np.nan, np.float32)}), "3.bias"),
+        (lambda place: place.shared.write_bytes(b"x") and place.keep(HEAD), "does not say of which run it is"),
+        (lambda place: place.shared.write_bytes(place.shared.read_bytes()[:-9]) and place.keep(HEAD), "damaged"),
+        (lambda place: place.model.mkdir() or place.keep(HEAD), "cannot write"),
+    ],
+)
+def test_what_makes_no_network_is_refused_by_name(place: Place, spoil: Callable[[Place], Parted], said: str) -> None:
+    """Another network's head, one that is no number, a damaged file, a place that cannot be written."""
+    found = place.checked(spoil(place))
+    assert found.code != "ok"
+    assert said in found.reason
+
+
+def test_a_method_that_cannot_put_it_together_is_refused_by_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose version of the method does not know how."""
+    method = replace(methods.load("fedrep"), personal=None)
+    monkeypatch.setattr(methods, "load", lambda name: method)
+    found = place.checked(place.keep(HEAD))
+    assert (found.code, found.reason) == (
+        "method",
+        "method 'fedrep' does not say how a board puts its network together",
+    )
+
+
+# -- in the agent ---------------------------------------------------------------------------------
+
+
+class Checks:
+    """A check's process that answers nothing: what it is asked."""
+
+    def __init__(self) -> None:
+        self.orders: list[Any] = []
+
+    def start(self, order: Any, now_s: float) -> None:
+        self.orders.append(order)
+
+
+class Agent:
+    """A board's models, to whom a result with parts on boards is sent; the test carries their checks out."""
+
+    def __init__(self, root: Path, sent: bytes, **settings: Any) -> None:
+        self.root, self.asked = root, list[str]()
+        self.kept = Private(str(root / "private"), "5" * 64)
+        self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
+        self.checks = Checks()
+        self.models = self.begin()
+        self.blob = root / "blob"
+        self.blob.write_bytes(sent)
+        self.wanted = release(1, BlobRef(sha256=hashlib.sha256(sent).hexdigest(), size=len(sent)))
+
+    def begin(self) -> Models:
+        def kept(job: str) -> Private:
+            self.asked.append(job)
+            return self.kept
+
+        return Models(self.settings, Board(), self.checks, kept=kept)  # type: ignore[arg-type]
+
+    @property
+    def place(self) -> Path:
+        assert self.wanted.blob is not None
+        return self.models.folder / self.wanted.blob.sha256[:16]
+
+
+def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent: bytes) -> None:
+    """Before it, there is no model that could be exchanged; what was sent lies beside where it will be."""
+    agent = Agent(tmp_path, sent, folder=str(tmp_path / "srv"))
+    agent.models.stage(agent.wanted, agent.blob)
+    agent.models.begin_check(agent.wanted)
+    (order,) = agent.checks.orders
+    shared = agent.place / "shared.safetensors"
+    assert order.parted == Parted(str(shared), "d", str(tmp_path / "private"), "5" * 64, "", 0o640)
+    assert order.model == str(agent.place / "model.onnx")
+    assert agent.asked == [JOB]
+    assert shared.read_bytes() == sent
+    assert not (agent.place / "model.onnx").exists()
+
+
+def test_what_runs_is_known_by_what_was_sent_and_the_runner_by_the_file(tmp_path: Path, sent: bytes) -> None:
+    """Also after a restart, and with a release.json that is damaged."""
+    agent = Agent(tmp_path, sent)
+    agent.models.stage(agent.wanted, agent.blob)
+    (agent.place / "model.onnx").write_bytes(b"made here")
+    agent.models.swap(agent.wanted)
+    assert agent.wanted.blob is not None
+    assert agent.models.current() == agent.wanted.blob.sha256
+    (agent.place / "release.json").write_bytes(b"{")
+    again = agent.begin()
+    assert again.current() == agent.wanted.blob.sha256
+    made = hashlib.sha256(b"made here").hexdigest()
+    served = agent.models.folder / "served.json"
+    for model, taken_up in ((made, True), (agent.wanted.blob.sha256, False)):
+        served.write_text(f'{{"at": {time.time()}, "model": "{model}", "served": 5}}')
+        watched = agent.begin()
+        watched.swap(agent.wanted)
+        assert watched.settled() is taken_up

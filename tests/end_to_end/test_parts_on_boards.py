@@ -1,0 +1,119 @@
+"""Results of which each board has a part for itself, brought to the boards: agents as processes and a real broker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import ordinary
+import pytest
+from federation import LIMIT_S, Agents, Federation, digits, facts, job_of
+from ordinary import User
+
+from fedquilt import tensors
+from fedquilt.coordinator import requests
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Answered
+from fedquilt.coordinator.rollouts import Plan, Rollout
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.tools import simulation
+from fedquilt.tools.artefacts import export
+from fedquilt.transport import link as links
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
+
+METHODS = ("fedbn", "genefl", "fedrep")
+SHARES = {"canary": 0.4, "phases": (1.0,), "soak_s": 1.0}
+
+
+@pytest.fixture
+def user() -> Iterator[User]:
+    """Whose the agents are."""
+    with ordinary.made() as found:
+        yield found
+
+
+@pytest.fixture
+def federation(
+    user: User, mosquitto: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Federation]:
+    """Three agents, of one thread each."""
+    torch = pytest.importorskip("torch", reason="networks with batch normalisation are torch's")
+    pytest.importorskip("onnxruntime", reason="boards run models with it")
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    data, broker = digits(user.folder / "digits.npz"), mosquitto().url
+    boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).agents()
+    yield Federation(broker, Agents(user, broker, boards), data, tmp_path / "bundles")
+    torch.set_num_threads(threads)
+
+
+def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -> Rollout:
+    """Deploy a run, and wait until every board has committed it; `killed`: dies when it says that it checks."""
+    link = MqttLink(Broker.parse(federation.broker), "fedquilt-coordinator-fleet")
+    end_s, left = time.monotonic() + LIMIT_S, [killed] if killed else []
+    with Store(home) as store:
+        id = requests.deploy(store, Plan("model", run, **SHARES), export.graph(store, run)[0])
+        assert store.lock()
+
+        def done() -> bool:
+            state = store.rollouts.find(id).state
+            assert time.monotonic() < end_s, f"{state.heard} {federation.agents.log.read_text()[-3000:]}"
+            if left and state.phase(left[0]) == "checking":
+                federation.agents.kill(left[0])
+                federation.agents.start(left.pop())
+            federation.agents.require_alive()
+            return state.status == "done" and set(state.counts()) == {"committed"}
+
+        server = Server(OverLink(link, "fleet", store.depot, store.next_epoch()), store)
+        links.run(server, link, done)
+        server.goodbye()
+        assert not left, f"{killed} was not killed while it checked"
+        return store.rollouts.find(id).state
+
+
+def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, user: User, tmp_path: Path) -> None:
+    """After three jobs each is deployed: all boards run networks of their own, with the accuracy of its evaluation.
+
+    Batch normalisation, a head and a whole model stay on the boards. An agent is killed while it checks.
+    """
+    onnx, home = pytest.importorskip("onnx"), tmp_path / "runs"
+    runs = {}
+    for method in METHODS:
+        plan = federation.plan(method, "batch-norm", home)
+        with Store(home) as store:
+            runs[method] = plan.submit(store)
+        federation.coordinate(home, runs[method])
+    for method, run in runs.items():
+        state = rolled_out(federation, home, run, federation.agents.names[0] if method == "fedbn" else "")
+        with Store(home) as store:
+            shared = {} if method == "genefl" else dict(export.artefact(store, run).tensors)
+        made = set()
+        for device in federation.agents.names:
+            path = (user.home / device / "models" / "current" / "model.onnx").resolve()
+            held = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(str(path)).graph.initializer}
+            kept = sorted((user.home / device / "private").glob(f"{run}@*"), key=lambda file: round_of(file.name))[-1]
+            own = tensors.read(kept)
+            assert own
+            for name, array in {**shared, **own}.items():
+                if array.dtype.kind == "f":
+                    assert np.array_equal(held[name], array), (method, device, name)
+            told = [
+                fact.update.metrics["check.accuracy"]
+                for fact in facts(home, run)
+                if isinstance(fact, Answered)
+                and fact.update.device == device
+                and "check.accuracy" in fact.update.metrics
+            ]
+            assert state.heard[device].metrics["accuracy"] == pytest.approx(told[-1], abs=1e-6), (method, device)
+            made.add(path.read_bytes())
+        assert len(made) == len(federation.agents.names), "each board has a network of its own"
+
+
+def round_of(name: str) -> int:
+    """The round that has left a private state."""
+    return int(name.rpartition("@")[2].partition(".")[0])
