@@ -228,6 +228,8 @@ def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> N
     assert f"ReadWritePaths=-{bundle.MODELS}" in unit(made)
     (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS in line]
     assert "install -d -o fedquilt -g fedquilt-runner -m 3770" in line
+    (rights,) = [one for one in unit(made, "fedquilt-setup.service") if one.startswith("CapabilityBoundingSet=")]
+    assert "CAP_FSETID" in rights  # without it the kernel drops the mode's 2, and no model would be its group's
     assert not [name for name in bundle.units(told(site, URL)) if "model" in name]
 
 
