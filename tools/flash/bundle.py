@@ -43,12 +43,8 @@ HIDDEN: Final = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/", "/dev/", "/p
 PYTHON: Final = "python.tar"  # Python that comes along
 SECRET: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
 OF_RUNNER: Final = "fedquilt-serve-model"
-OF_AGENT: Final = (
-    "fedquilt-agent",
-    "fedquilt-clocks",
-    "fedquilt-enrol",
-    OF_RUNNER,
-)  # units of one role; others are of both
+# units of one role; others are of both
+OF_AGENT: Final = ("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol", OF_RUNNER)
 OF_COORDINATOR: Final = ("fedquilt-serve", "fedquilt-enrol-serve", "fedquilt-dash")
 MODELS: Final = "/var/lib/fedquilt-models"  # what the agent and the runner share, unless [models] names another folder
 
@@ -157,6 +153,8 @@ def _models(table: agents.ModelSettings) -> str | None:
     clean = str(PurePosixPath(folder))
     if ".." in PurePosixPath(clean).parts or clean.count("/") < 2 or clean.startswith(HIDDEN):
         raise JobError(f"[models] folder {folder!r}: the services see none there: name one such as /srv/models")
+    if table.serve is not None and PurePosixPath(HOME) in (one := PurePosixPath(clean), *one.parents):
+        raise JobError(f"[models] folder {folder!r} is the agent's home, which its runner may not enter: leave it out")
     return clean
 
 
