@@ -24,7 +24,8 @@ SERVE, ENROL, DASH = "fedquilt-serve.service", "fedquilt-enrol-serve.service", "
 STATE: Final = "/var/lib/fedquilt"
 RUNS: Final = f"{STATE}/runs"
 PROGRAM: Final = "/opt/fedquilt/current/bin/fedquilt"
-AS_USER: Final = ("runuser", "--user", "fedquilt", "--")
+# runuser would wait for what it starts, and a shutdown for it
+AS_USER: Final = ("setpriv", "--reuid=fedquilt", "--regid=fedquilt", "--init-groups", "--reset-env")
 NEWCOMER: Final = "newcomer"
 UP_S: Final = 60.0
 RUN_S: Final = 180.0
@@ -153,8 +154,7 @@ class Hub:
         self.site.fedquilt("enrol", "board", str(folder / "agent.toml"))
         if not Path(own["cert"]).is_file():
             raise JobError("the board has no certificate")
-        coordinator = ("setpriv", "--reuid=fedquilt", "--regid=fedquilt", "--init-groups")
-        if self.machine.fails(*coordinator, "cat", "/var/lib/fedquilt-ca/ca.key") is None:
+        if self.machine.fails(*AS_USER, "cat", "/var/lib/fedquilt-ca/ca.key") is None:
             raise JobError("the coordinator's user may read the authority's key")
         return f"{NEWCOMER} has its certificate; the coordinator's user may not read the authority's key"
 
