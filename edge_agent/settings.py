@@ -105,6 +105,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hook: tuple[str, ...] = ()  # command that is run after each exchange: a failure undoes it
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0  # a hook that takes longer has failed
     tensorrt_s: Annotated[float, Meta(ge=0, le=86400)] = 1200.0  # most for a TensorRT engine, where trtexec is; 0: none
+    serve: str | None = None  # HOST:PORT at which a flashed board's model runner answers; None: flash installs none
 
 
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from fedquilt.transport.link import Endpoint
@@ -20,6 +20,12 @@ def notify(word: str, to: str | None = None) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
             line.setblocking(False)
             line.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def journaled(environ: Mapping[str, str] = os.environ, file: int = 1) -> bool:
+    """Whether a file descriptor, standard output by default, leads to systemd's journal, which others may read."""
+    found = os.fstat(file)
+    return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 class Watched:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from fedquilt.core import JobError
+from fedquilt.tools import emulate
 from fedquilt.tools.emulate import rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
@@ -43,6 +44,7 @@ BENCHES: Final = (
     "fedsq",
     "dash",
 )
+CONTAINERS: Final = "tests/examples/test_containers.py"
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",
@@ -122,7 +124,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             tuple((python, "tests/hostile_board.py", "--seconds", "60", "--rate", rate) for rate in FLOODS),
             without,
         ),
-        Stage("matrix", "every test marked nightly: each method with each network", ((*tests, "-m", "nightly"),)),
+        Stage(
+            "matrix",
+            "the other tests marked nightly: each method with each network",
+            ((*tests, "-m", "nightly", f"--ignore={CONTAINERS}"),),
+        ),
         Stage(
             "envelope",
             "100,000 random boards, power modes, deadlines and faults: no hold beyond the owner's bounds",
@@ -132,7 +138,19 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "rehearsal",
             "a flashed system booted with systemd, and its agent",
             ((*command, "emulate", "--systemd"),),
-            _not_rehearsed(),
+            _hindrance(rehearsal.required),
+        ),
+        Stage(
+            "arm64",
+            "a flashed arm64 system under qemu: one round of stitching by its agent, and a model deployed to it",
+            ((*command, "emulate", "--rounds", "1"),),
+            _hindrance(emulate.required),
+        ),
+        Stage(
+            "containers",
+            "images and services of examples/containers: built and started by podman, with a board in a container",
+            ((*tests, "-m", "nightly", "-rs", CONTAINERS),),
+            "" if shutil.which("podman-compose") else "podman-compose is not installed: apt install podman-compose",
         ),
         *(Stage(f"bench-{name}", f"fedquilt bench {name}", ((*command, "bench", name),)) for name in BENCHES),
         Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
@@ -141,10 +159,10 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
     ]
 
 
-def _not_rehearsed() -> str:
-    """Why a board cannot be rehearsed here: as `fedquilt emulate --systemd` says it; "" where it can."""
+def _hindrance(required: Callable[[Path], object]) -> str:
+    """Why nothing can be emulated here, as `fedquilt emulate` itself says it; "" where it can."""
     try:
-        rehearsal.required(ROOT / "fedquilt-emulated")
+        required(ROOT / "fedquilt-emulated")
     except JobError as error:
         return str(error)
     return ""

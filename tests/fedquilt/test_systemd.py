@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,3 +113,14 @@ def test_it_is_finished_when_what_it_watches_is() -> None:
     assert not case.watched.finished
     case.steps.finished = True
     assert case.watched.finished
+
+
+def test_what_leads_to_the_journal_is_known_by_the_file_that_systemd_names(tmp_path: Path) -> None:
+    """Another file, an empty word or none is no journal: a shell hands the word on to all that it starts."""
+    with (tmp_path / "journal").open("w") as journal, (tmp_path / "other").open("w") as other:
+        found = os.fstat(journal.fileno())
+        environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        assert systemd.journaled(environ, journal.fileno())
+        assert not systemd.journaled(environ, other.fileno())
+        assert not systemd.journaled({"JOURNAL_STREAM": ""}, journal.fileno())
+        assert not systemd.journaled({}, journal.fileno())

@@ -31,7 +31,8 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
     benches -= {"physics", "governed", "planned"}  # parts of `bench energy` and `bench deadlines`
     benches = {name for name in benches if not name.startswith("ablate")}  # parts of `bench stitch`
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
-    assert {"simulate", "matrix", "rehearsal", "python-3.10", "python-3.12", "python-3.13"} <= found.keys()
+    assert {"simulate", "matrix", "rehearsal", "arm64", "containers"} <= found.keys()
+    assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()
     assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
     assert not {stage.name: stage for stage in nightly.stages(ROOT)}["bench-sim"].hindrance
@@ -51,9 +52,10 @@ def test_a_rehearsal_that_cannot_run_here_is_skipped_and_says_why(
     """In the words of `fedquilt emulate --systemd` itself, before it is started."""
     here = host.Machine("x86_64", user, dict.fromkeys(programs, "/usr/bin/true"), 10**12)
     monkeypatch.setattr(host.Machine, "here", lambda folder: here)
-    stage = {stage.name: stage for stage in nightly.stages()}["rehearsal"]
-    assert stage.commands == ((sys.executable, "-m", "fedquilt.cli", "emulate", "--systemd"),)
-    assert stage.hindrance == (f"emulate needs {why}" if why else "")
+    stages = {stage.name: stage for stage in nightly.stages()}
+    assert stages["rehearsal"].commands == ((sys.executable, "-m", "fedquilt.cli", "emulate", "--systemd"),)
+    assert stages["rehearsal"].hindrance == (f"emulate needs {why}" if why else "")
+    assert "sudo apt install" in stages["arm64"].hindrance
 
 
 def test_bench_sim_finds_the_images_in_a_folder_of_several_sets(tmp_path: Path) -> None:

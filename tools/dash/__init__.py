@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt import disk, extras, open_metrics
+from fedquilt import disk, extras, open_metrics, systemd
 from fedquilt.core import JobError
 
 TOKEN: Final = "dash.token"  # noqa: S105  # a file's name
@@ -51,7 +51,8 @@ def main(
             write_token(home, door.token)  # before an address is told: this may fail
         say(f"dashboard of {home}: {url}")
         if door is not None:
-            say(f"to approve, stop and resume runs, open {url}#token={door.token}")
+            token = f"WORD, the word in {home / TOKEN}" if systemd.journaled() else door.token
+            say(f"to approve, stop and resume runs, open {url}#token={token}")
 
         async def serve() -> None:
             watch = Watch(home)

@@ -9,6 +9,7 @@ seconds are the emulator's, many times a board's.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import time
@@ -28,6 +29,7 @@ from fedquilt.tools import demo
 from fedquilt.tools.emulate import beside, binfmt, guest, host, units
 from fedquilt.tools.emulate.guest import Guest
 from fedquilt.tools.emulate.host import Machine
+from fedquilt.tools.emulate.rollouts import Rollouts, job
 from fedquilt.tools.emulate.site import STOP_S, Site, free_ports, last, running, stop
 from fedquilt.tools.simulation.agents import Plan, virtually
 
@@ -36,6 +38,7 @@ DEVICE: Final = "emulated"
 BUDGET: Final = "1GB"  # a task's process; the emulator's own translations count with it
 DEADLINE_S: Final = 900.0
 ONLINE_S: Final = 300.0
+DEPLOYED_S: Final = 900.0  # for a rollout to this board, whose seconds are the emulator's
 DATA: Final = "/srv/digits.npz"  # in the root file system
 
 
@@ -73,6 +76,22 @@ class Steps:
             print(text, end=end, flush=True)
 
 
+def system(out: Path) -> Path:
+    """Folder of the root file system."""
+    return out / f"{guest.SUITE}-arm64"
+
+
+def required(out: Path, machine: Machine | None = None) -> Machine:
+    """Look at this machine, unless its facts are given; returned where it has everything that an emulation needs.
+
+    Raises:
+        JobError: something is missing; says what, and the command that mends it.
+    """
+    here = machine or Machine.here(out.resolve())
+    host.require(here, system(out.resolve()).exists())
+    return here
+
+
 def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine: Machine | None = None) -> int:
     """Run the whole emulation; everything started or registered has ended when this returns or raises.
 
@@ -90,10 +109,8 @@ def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine
         LinkError: the broker or the agent does not come up.
         StoreError: the folder cannot be used.
     """
-    out = out.resolve()
-    root = out / f"{guest.SUITE}-arm64"
-    machine = machine or Machine.here(out)
-    host.require(machine, root.exists())
+    out, machine = out.resolve(), required(out, machine)
+    root = system(out)
     folder = out / time.strftime("%Y%m%d-%H%M%S")
     with doing(f"make {folder}"):
         folder.mkdir(parents=True)
@@ -145,13 +162,15 @@ def _proof(board: Guest, folder: Path, rounds: int | None, steps: Steps, stack: 
         for name in ("fedquilt-setup", "fedquilt-enrol"):
             notes.append(_oneshot(board, units.read(board, name), folder / f"{name}.log"))
     with steps("start fedquilt-agent, in it, until it is online") as notes:
-        agent, notices = _agent(board, folder / "fedquilt-agent.log", stack)
-        notes.append(notices.said["STATUS"])
+        agent, said = _agent(site, board, folder / "fedquilt-agent.log", stack)
+        notes.append(said)
     with steps("fedquilt run: the job's rounds") as notes:
         _run(site, agent, folder)
         with Store(folder / "runs") as store:
             run = store.jobs()[-1].id
             notes.append(store.status(run))
+    with steps("a model deployed to it, a worse one refused") as notes:
+        notes.append(_deployed(site, board, folder / "fedquilt-agent.log"))
     with steps("the same job with one simulated board on this machine's own processor"):
         native, _ = _quietly(plan, folder / "native")
     with Store(folder / "runs") as store, Store(folder / "native") as other:
@@ -200,21 +219,23 @@ def _oneshot(board: Guest, service: units.Service, log: Path) -> str:
     return f"{service.name}: {last(log)}" if log.stat().st_size else f"{service.name}: done"
 
 
-def _agent(board: Guest, log: Path, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], units.Notices]:
-    """The agent, online; it is told to end when the stack is left."""
+def _agent(site: Site, board: Guest, log: Path, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], str]:
+    """The agent, online at the broker, and its status in words; it is told to end when the stack is left."""
+    listener = site.listener(DEVICE)
+    stack.callback(listener.close)
     notices = units.Notices(board)
     stack.callback(notices.close)
     with log.open("ab") as out:
         process = units.start(board, units.read(board, "fedquilt-agent"), out, notices.inside)
     stack.callback(stop, process, units.STOP_S)
 
-    def online(said: Mapping[str, str]) -> bool:
-        return said.get("READY") == "1" and said.get("STATUS", "").startswith("online")
+    def online(said: Mapping[str, str]) -> bool:  # whether a coordinator answers it is another question
+        return said.get("READY") == "1" and bool(listener.listen(0.0).online)
 
     if not notices.wait(online, ONLINE_S, lambda: process.poll() is None):
         told = notices.said.get("STATUS") or last(log)
         raise LinkError(f"the agent is not online after {ONLINE_S:g} s: {told} ({log})")
-    return process, notices
+    return process, notices.said.get("STATUS", "ready")
 
 
 def _run(site: Site, agent: subprocess.Popen[bytes], folder: Path) -> None:
@@ -235,6 +256,21 @@ def _run(site: Site, agent: subprocess.Popen[bytes], folder: Path) -> None:
         stop(process, STOP_S)
     if process.returncode:
         raise JobError(f"fedquilt run ended with {process.returncode}: {last(log)} ({log})")
+
+
+def _deployed(site: Site, board: Guest, log: Path) -> str:
+    """A model that was trained in it is checked there and exchanged; another, asked to be much better, is refused."""
+    rollouts = Rollouts(site, DEVICE, lambda: last(log), DEPLOYED_S)
+    link = board.root / "var/lib/fedquilt/models/current"
+    with rollouts.served():
+        rollouts.trained(job("first", cohort={"deadline_s": DEADLINE_S}))
+        told = rollouts.brought("deploy", "first").heard[DEVICE].metrics
+        model = os.readlink(link)
+        rollouts.trained(job("second", seed=1, cohort={"deadline_s": DEADLINE_S}))
+        refused = rollouts.refused("deploy", "second", "--min-gain", "50pt").heard[DEVICE].reason
+    if os.readlink(link) != model:
+        raise JobError(f"the second model was refused, and {os.readlink(link)} is in use, not {model}")
+    return f"{model}: accuracy {told['accuracy']:.1%}, {told['latency_s'] * 1e3:.1f} ms an answer; the other: {refused}"
 
 
 def _quietly(plan: Plan, home: Path) -> tuple[str, str]:

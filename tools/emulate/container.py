@@ -22,17 +22,18 @@ RUN_S: Final = 60.0
 LOOK_S: Final = 0.2
 BOARD: Final = "/run/board/sys"  # where the container finds the files that are to be its /sys
 # Before systemd starts, as a kernel's own /sys would be there. Control groups are this kernel's all the same.
-INIT: Final = f"""mount --rbind /sys/fs/cgroup {BOARD}/fs/cgroup
+LAID: Final = f"""mount --rbind /sys/fs/cgroup {BOARD}/fs/cgroup
 mount --rbind {BOARD} /sys
-exec /lib/systemd/systemd"""
+"""
+INIT: Final = "exec /lib/systemd/systemd"
 
 
-def words(root: Path, tree: Path, name: str, groups: tuple[Path, ...] = ()) -> list[str]:
+def words(root: Path, tree: Path | None, name: str, groups: tuple[Path, ...] = ()) -> list[str]:
     """Command that boots a root file system.
 
     Args:
         root: the root file system.
-        tree: folder whose files are the container's /sys; its writes are visible here.
+        tree: folder whose files are the container's /sys; its writes are visible here. None: as nspawn makes it.
         name: of the container.
         groups: `cgroup.procs` files of the groups that it is to join.
     """
@@ -40,7 +41,8 @@ def words(root: Path, tree: Path, name: str, groups: tuple[Path, ...] = ()) -> l
         *("systemd-nspawn", "--quiet", "--directory", str(root), "--machine", name),
         *("--register=no", "--keep-unit", "--settings=no", "--link-journal=no", "--console=read-only"),
         *("--resolv-conf=off", "--timezone=off", "--kill-signal=SIGRTMIN+3"),
-        *(f"--bind={tree}:{BOARD}", "/bin/sh", "-ec", INIT),
+        *([] if tree is None else [f"--bind={tree}:{BOARD}"]),
+        *("/bin/sh", "-ec", INIT if tree is None else LAID + INIT),
     ]
     enter = "".join(f"echo 0 > {shlex.quote(str(group))} || true\n" for group in groups)
     return ["sh", "-c", f'{enter}exec "$@"', "sh", *nspawn]
@@ -55,7 +57,7 @@ class Container:
     """
 
     root: Path
-    tree: Path
+    tree: Path | None
     log: Path
     name: str = "fedquilt-board"
     groups: tuple[Path, ...] = ()

@@ -24,7 +24,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_S: Final = 90.0  # a container's orderly end within it
 CGROUPS: Final = Path("/sys/fs/cgroup")
 GROUP: Final = "fedquilt-emulate-"  # and the number of the process that made it
-OURS, BOARDS = "rehearsal", "boards"  # below it: this program, and what it boots
+OURS, BOARDS, HUB = "rehearsal", "boards", "hub"  # below it: this program, and what it boots
 
 
 def run(words: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ def in_groups() -> Iterator[None]:
             if not Path("/proc", stale.name.removeprefix(GROUP)).exists():  # it was killed
                 remove(stale)
         with contextlib.suppress(OSError):  # where groups may not be made, what is booted makes do without
-            for leaf in (OURS, BOARDS):
+            for leaf in (OURS, BOARDS, HUB):
                 (group / name / leaf).mkdir(parents=True, exist_ok=True)
             (group / name / OURS / "cgroup.procs").write_text("0")
             for whole in (group, group / name):
@@ -110,7 +110,11 @@ def remove(group: Path) -> None:
             os.rmdir(folder)
 
 
-def for_boards() -> list[Path]:
-    """Files that a process in the enclosure writes "0" to, to move into the groups that are for containers."""
+def for_boards(leaf: str = BOARDS) -> list[Path]:
+    """Files that a process in the enclosure writes "0" to, to move into the groups that are for a container.
+
+    Args:
+        leaf: BOARDS, or HUB for a container beside a board: a systemd takes its groups for its own alone.
+    """
     groups = own_groups(Path("/proc/self/cgroup").read_text())
-    return [group.parent / BOARDS / "cgroup.procs" for group in groups if group.name == OURS]
+    return [group.parent / leaf / "cgroup.procs" for group in groups if group.name == OURS]

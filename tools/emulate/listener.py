@@ -57,11 +57,17 @@ class Listener:
 
     def __init__(self, connect: Callable[[], Link], fleet: str, device: str) -> None:
         self._device, self.heard = device, Heard()
-        self._link = connect()
-        self._link.subscribe([wire.Topics(fleet).device(device, "up", "+")])
+        self._connect, self._topic = connect, wire.Topics(fleet).device(device, "up", "+")
+        self._link: Link | None = self._connected()
+
+    def _connected(self) -> Link:
+        link = self._connect()
+        link.subscribe([self._topic])
+        return link
 
     def listen(self, limit_s: float) -> Heard:
         """Messages so far; waits for more, at most that long."""
+        self._link = self._link or self._connected()
         self._link.wait(limit_s)
         for message in self._link.receive():
             self.heard = self.heard.after(message, self._device)
@@ -76,5 +82,7 @@ class Listener:
         return True
 
     def close(self) -> None:
-        """Close the link."""
-        self._link.close()
+        """Close the link, until somebody listens again: a broker sends clients away that say nothing for long."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None

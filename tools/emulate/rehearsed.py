@@ -22,12 +22,13 @@ from fedquilt.tools import demo
 from fedquilt.tools.emulate import enclosure, guest, host, layouts
 from fedquilt.tools.emulate.checks import Checks, NotHere
 from fedquilt.tools.emulate.container import Container, until
+from fedquilt.tools.emulate.hub import Hub
 from fedquilt.tools.emulate.journal import reason, starts
 from fedquilt.tools.emulate.layouts import Layout
-from fedquilt.tools.emulate.listener import Heard, Listener
-from fedquilt.tools.emulate.site import STOP_S, WATCHING, Site, free_ports, last, running, stop
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.tools.emulate.listener import Heard
+from fedquilt.tools.emulate.released import HOOK, Released, target
+from fedquilt.tools.emulate.rollouts import job
+from fedquilt.tools.emulate.site import HOST, STOP_S, Site, free_ports, last, running, stop
 
 PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
 MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # as the kernel and as Debian and flash call them
@@ -39,7 +40,9 @@ FIRST: Final[Layout] = ("jetson-orin-nx", 6)  # the board on which everything is
 USER: Final = "fedquilt"
 BUDGET: Final = "256MB"
 DATA: Final = "/srv/digits.npz"  # in the root file system
-MADE: Final = ("root", "board")  # folders of the root file system and of the board's files, removed in the end
+# folders of the root file systems and of the board's files, removed in the end
+MADE: Final = ("root", "board", "hub")
+JOB: Final = "job.toml"
 HOG: Final = (400_000, 32, 32)  # pictures that take 1.6 GB as floats, and 1 MB on disk: all are black
 ONLINE_S: Final = 90.0
 BACK_S: Final = 60.0  # systemd waits 10 s before it starts the agent anew, 5 s for the helper
@@ -53,8 +56,9 @@ class Rehearsal:
 
     def __init__(self, folder: Path, checks: Checks, stack: contextlib.ExitStack) -> None:
         self.folder, self.checks, self._stack = folder, checks, stack
-        self.root, self.tree = (folder / name for name in MADE)
-        self.site = Site(folder, *free_ports(2))
+        self.root, self.tree, self._hub = (folder / name for name in MADE)
+        broker, endpoint, self._port = free_ports(3)
+        self.site = Site(folder, broker, endpoint)
         self.board: Container | None = None
         self.layout = FIRST
         self._runs = 0
@@ -62,30 +66,28 @@ class Rehearsal:
     def clean(self) -> None:
         """Stop what is booted; only logs and results are left."""
         self.down()
-        for path in (self.root, self.tree):
+        for path in (self.root, self.tree, self._hub):
             shutil.rmtree(path, ignore_errors=True)
 
     # -- before the first boot --
 
     def prepare(self, out: Path, mirror: str | None) -> None:
         """A fleet of its own on loopback, and a flashed root file system, made with the commands an operator types."""
-        base = self._base(out, mirror)
+        self._debian, self._wheels = self._base(out, mirror), out / "wheels"
         self.checks.say("an authority, certificates, a token, a job; the broker and the enrolment endpoint")
         self.site.found(DEVICE)
-        self._job()
+        self._prepare()
         self._stack.enter_context(
             running(self.site.mosquitto(), self.folder, self.folder / "mosquitto.log", self.site.broker)
         )
         self._stack.enter_context(
             running(self.site.enrolment(), self.folder, self.folder / "enrol.log", self.site.endpoint)
         )
-        files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
-        broker = Broker.parse(self.site.url, **files)
-        self.listener = Listener(lambda: MqttLink(broker, "fedquilt-rehearsal"), "fleet", DEVICE)
+        self.listener = self.site.listener(DEVICE)
         self._stack.callback(self.listener.close)
         self.checks.say("flash a copy of the base system")
-        host.run(["cp", "--archive", "--reflink=auto", str(base), str(self.root)])
-        self._flash(out / "wheels")
+        host.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
+        self._flash()
 
     def _base(self, out: Path, mirror: str | None) -> Path:
         base = base_folder(out)
@@ -95,27 +97,21 @@ class Rehearsal:
             guest.make(base, mirror, self.folder / "debootstrap.log", machine(), PACKAGES)
         return base
 
-    def _job(self) -> None:
-        job = {
-            "name": "rehearsal",
-            "method": "fedavg",
-            "engine": "numpy",
-            "rounds": 1,
-            "labels": [str(digit) for digit in range(10)],
-            "cohort": {"deadline_s": RUN_S},
-            "model": {"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10},
-            "data": {"path": str(demo.HERE / "digits.npz")},
-        }
-        (self.folder / "job.toml").write_text(config.text(job))
-        self.site.fedquilt("prepare", "job.toml")
+    def _prepare(self) -> None:
+        table = {**job("job"), "cohort": {"deadline_s": RUN_S}}
+        (self.folder / JOB).write_text(config.text(table))
+        self.site.fedquilt("prepare", JOB)
 
-    def _flash(self, wheels: Path) -> None:
+    def _flash(self) -> None:
         data = {"path": DATA, "share": 0, "shares": 1}
-        (self.folder / "agent.toml").write_text(config.text(self.site.board(DEVICE, BUDGET, data)))
+        models = {"serve": f"{HOST}:{self._port}", "hook": list(HOOK)}
+        (self.folder / "agent.toml").write_text(
+            config.text({**self.site.board(DEVICE, BUDGET, data), "models": models})
+        )
         self._data(demo.HERE / "digits.npz")
         self.site.fedquilt(
-            *("flash", "agent.toml", "--target", machine(), "--python", guest.PYTHON),
-            *("--token", f"{DEVICE}.token", "--extras", "--wheels", str(wheels), "--rootfs", str(self.root)),
+            *("flash", "agent.toml", *target(machine(), self._wheels)),
+            *("--token", f"{DEVICE}.token", "--rootfs", str(self.root)),
         )
         (self.root / "var/log/journal").mkdir(exist_ok=True)
 
@@ -219,6 +215,9 @@ class Rehearsal:
             seen.append(self._task())
         with self.checks("memory limits of unit and task, by the kernel") as seen:
             seen.append(self._limit(board))
+        self.listener.close()
+        Released(self.site, board, DEVICE, self._port).check(self.checks, target(machine(), self._wheels))
+        Hub(self.site, self._debian, self._hub, JOB).check(self.checks, target(machine(), self._wheels))
 
     def _shut(self, board: Container) -> str:
         """The agent's user is an ordinary one, and debugfs is shut to it."""
@@ -328,7 +327,7 @@ class Rehearsal:
         """The operator's `fedquilt run`, until its facts are enough or it ends; the facts."""
         self._runs += 1
         home = self.folder / f"runs-{self._runs}"
-        words = self.site.words("run", "job.toml", *self.site.coordinator(home.name))
+        words = self.site.words("run", JOB, *self.site.coordinator(home.name))
         log, facts = self.folder / "run.log", list[Any]()
 
         def look() -> bool:

@@ -12,9 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fedquilt.core import JobError, LinkError
+from fedquilt.tools.emulate.listener import Listener
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 
 HOST: Final = "127.0.0.1"
 START_S: Final = 30.0
@@ -73,6 +76,12 @@ class Site:
         )
         self.fedquilt("ca", "issue", "coordinator")
         self.fedquilt("enrol", "token", device, "--out", f"{device}.token")
+
+    def listener(self, device: str) -> Listener:
+        """Who hears what a device says at the broker; for the caller to close."""
+        files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
+        broker = Broker.parse(self.url, **files)
+        return Listener(lambda: MqttLink(broker, "fedquilt-emulate"), "fleet", device)
 
     def board(self, device: str, budget: str, data: Mapping[str, object]) -> dict[str, object]:
         """Its agent.toml, as a table."""

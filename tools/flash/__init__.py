@@ -132,10 +132,8 @@ def _brings(what: What, target: targets.Target) -> bool:
 
 def _files(what: What, target: targets.Target, board: bundle.Board | Coordinator, say: Say) -> dict[str, bytes | Path]:
     """The bundle's files, with the wheels that are missing here downloaded."""
-    needed = (
-        board.extras if isinstance(board, Coordinator) else ["identity"] * (board.enrols or "ca.crt" in board.files)
-    )
-    extras = sorted({*what.extras, *needed})
+    own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
+    extras = sorted({*what.extras, *own})
     cache = what.wheels or _cache()
     house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
     files = bundle.contents(

@@ -15,11 +15,11 @@ import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import fedquilt
-from fedquilt import config, environment, profiles
+from fedquilt import config, environment, open_metrics, profiles
 from fedquilt.core import JobError
 from fedquilt.disk import doing
 from fedquilt.edge_agent import settings as agents
@@ -37,10 +37,16 @@ DAEMON_BYTES: Final = 256 << 20  # of the agent itself, its libraries and what t
 NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
 CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # systemd's, from version 247 on
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+ODD: Final = r"[\s%$\"'\\;|&<>`()*?]"  # means something to systemd or a shell
+HIDDEN: Final = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/", "/dev/", "/proc/", "/sys/")  # noqa: S108
 PYTHON: Final = "python.tar"  # Python that comes along
 SECRET: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
-OF_AGENT: Final = ("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol")  # units of one role; others are of both
-OF_COORDINATOR: Final = ("fedquilt-serve", "fedquilt-enrol-serve")
+OF_RUNNER: Final = "fedquilt-serve-model"
+# units of one role; others are of both
+OF_AGENT: Final = ("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol", OF_RUNNER)
+OF_COORDINATOR: Final = ("fedquilt-serve", "fedquilt-enrol-serve", "fedquilt-dash")
+MODELS: Final = "/var/lib/fedquilt-models"  # what the agent and the runner share, unless [models] names another folder
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,14 @@ class Board:
     budget_bytes: int | None  # None: half of the board's memory
     enrols: bool = False  # it gets or renews its certificate by itself
     limits: tuple[str, ...] = ()  # arguments of `fedquilt clocks serve` for the bounds that its owner has set
+    models: str | None = None  # folder outside of its home
+    serve: str | None = None  # address of its model runner; None: it has none
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Extras of fedquilt that it needs."""
+        identity = ("identity",) if self.enrols or "ca.crt" in self.files else ()
+        return identity if self.serve is None else (*identity, "images", "onnx")
 
 
 def board(
@@ -106,13 +120,42 @@ def board(
     for place in _places(table.get("data", {})):
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
-    if (models := known.models.folder) is not None and not models.startswith("/"):
-        raise JobError(
-            f"{path}: [models] folder {models!r} is on the board, so its whole path is wanted: /srv/{models}"
-        )
+    with config.naming(str(path)):
+        models = _models(known.models)
+    if models is not None:
+        table["models"] = {**table.get("models", {}), "folder": models}
     files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
     most = None if known.budget is None else agents.size_bytes(known.budget)
-    return Board(known.device, files, most, enrols, _limits(known.governor, table.get("profile")))
+    limits = _limits(known.governor, table.get("profile"))
+    return Board(known.device, files, most, enrols, limits, models, known.models.serve)
+
+
+def _models(table: agents.ModelSettings) -> str | None:
+    """Folder of the models on the board if it is not in the agent's home, where no other user may look.
+
+    Raises:
+        JobError: a unit cannot name that folder, or the runner cannot answer at that address.
+    """
+    if table.serve is not None:
+        host, _ = open_metrics.address(table.serve)
+        if host not in LOOPBACK or re.search(ODD, table.serve):
+            raise JobError(
+                f"[models] serve = {table.serve!r}: the runner answers its own board alone, at 127.0.0.1:PORT; who "
+                "else is to reach it comes through a proxy of yours"
+            )
+    folder = table.folder or (None if table.serve is None else MODELS)
+    if folder is None:
+        return None
+    if not folder.startswith("/"):
+        raise JobError(f"[models] folder {folder!r} is on the board, so its whole path is wanted: /srv/{folder}")
+    if odd := re.search(ODD, folder):
+        raise JobError(f"[models] folder {folder!r}: {odd[0]!r} has no place in it")
+    clean = str(PurePosixPath(folder))
+    if ".." in PurePosixPath(clean).parts or clean.count("/") < 2 or clean.startswith(HIDDEN):
+        raise JobError(f"[models] folder {folder!r}: the services see none there: name one such as /srv/models")
+    if table.serve is not None and PurePosixPath(HOME) in (one := PurePosixPath(clean), *one.parents):
+        raise JobError(f"[models] folder {folder!r} is the agent's home, which its runner may not enter: leave it out")
+    return clean
 
 
 def _limits(governor: agents.GovernorSettings, profile: str | None) -> tuple[str, ...]:
@@ -153,11 +196,11 @@ def units(board: Board | Coordinator, systemd: int = 249) -> dict[str, bytes]:
         JobError: it is too old for a coordinator.
     """
     if isinstance(board, Coordinator):
-        others = OF_AGENT if board.enrol is not None else (*OF_AGENT, "fedquilt-enrol-serve")
+        left = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
+        others = (*OF_AGENT, *(name for name, words in left.items() if words is None))
         return _filled(others, coordinator.words(board, systemd), systemd)
-    return _filled(
-        OF_COORDINATOR if board.enrols else (*OF_COORDINATOR, "fedquilt-enrol"), _words(board, systemd), systemd
-    )
+    others = (*OF_COORDINATOR, *["fedquilt-enrol"] * (not board.enrols), *[OF_RUNNER] * (board.serve is None))
+    return _filled(others, _words(board, systemd), systemd)
 
 
 def _words(board: Board, systemd: int) -> dict[str, str]:
@@ -171,6 +214,25 @@ def _words(board: Board, systemd: int) -> dict[str, str]:
         "CREDENTIALS": "\n".join(_handed(name, systemd) for name in secrets),
         "LIMITS": "".join(f" {word}" for word in board.limits),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
+        "MODELS": board.models or "",
+        "SERVE": board.serve or "",
+        **_folder(board),
+    }
+
+
+def _folder(board: Board) -> dict[str, str]:
+    """Lines that make the folder of models if it is not there, and let the agent write it.
+
+    Where there is a runner, its group may write too, and nobody may remove what is another's (the mode's 3).
+    """
+    if board.models is None:
+        return {"WRITES": "", "FOLDER": "", "ABOVE": ""}
+    group, mode = ("fedquilt", "0750") if board.serve is None else ("fedquilt-runner", "3770")
+    make = f"install -d -o fedquilt -g {group} -m {mode} {board.models}"
+    return {
+        "WRITES": f"ReadWritePaths=-{board.models}",
+        "FOLDER": f"ExecStart=/bin/sh -c 'test -d {board.models} || {make}'",
+        "ABOVE": f"ReadWritePaths=-{PurePosixPath(board.models).parent}",
     }
 
 

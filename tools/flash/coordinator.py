@@ -1,4 +1,4 @@
-"""What a coordinator's machine gets: the settings of `fedquilt serve` and `fedquilt enrol serve` as files and words.
+"""What a coordinator's machine gets: settings of `fedquilt serve`, `enrol serve` and `dash`, as files and words.
 
     fleet = "site"
     metrics = "127.0.0.1:9464"
@@ -13,7 +13,11 @@
     hosts = ["hub.site"]
     port = 8884
 
-Without [enrol] nothing there enrols boards. Runs are in /var/lib/fedquilt/runs, the authority in /var/lib/fedquilt-ca.
+    [dash]
+    listen = "127.0.0.1:8080"
+
+Without [enrol] nothing there enrols boards, without [dash] there is no dashboard. Runs are in /var/lib/fedquilt/runs,
+the authority in /var/lib/fedquilt-ca.
 """
 
 from __future__ import annotations
@@ -55,6 +59,14 @@ class EnrolTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=1, le=65535)] = 8884
 
 
+class DashTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[dash]: as the options of `fedquilt dash`."""
+
+    listen: str = "127.0.0.1:8080"
+    actions: bool = False
+    names: tuple[str, ...] = ()
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A coordinator.toml."""
 
@@ -62,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fleet: Name = "fleet"
     metrics: str | None = None
     enrol: EnrolTable | None = None
+    dash: DashTable | None = None
 
 
 class Coordinator(msgspec.Struct, frozen=True):
@@ -71,13 +84,18 @@ class Coordinator(msgspec.Struct, frozen=True):
     serve: tuple[str, ...]
     enrol: tuple[str, ...] | None  # None: nothing there enrols boards
     secrets: tuple[str, ...]
+    dash: tuple[str, ...] | None = None  # None: there is no dashboard
     device: str = "coordinator"
 
     @property
     def extras(self) -> tuple[str, ...]:
         """Extras of fedquilt that it needs."""
-        metrics = ("metrics",) if "--metrics" in self.serve else ()
-        return ("identity", *metrics) if self.enrol is not None or "coordinator.crt" in self.files else metrics
+        asked = {
+            "identity": self.enrol is not None or "coordinator.crt" in self.files,
+            "metrics": "--metrics" in self.serve,
+            "web": self.dash is not None,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def read(path: Path) -> Coordinator:
@@ -95,8 +113,12 @@ def read(path: Path) -> Coordinator:
             raise JobError(f"[broker] url: {odd[0]!r} has no place in an address")
         if known.metrics is not None:
             open_metrics.address(known.metrics)
-        if known.enrol is not None and (wrong := [host for host in known.enrol.hosts if not _HOST.fullmatch(host)]):
-            raise JobError(f"[enrol] hosts: {wrong[0]!r} is no name of a host")
+        if known.enrol is not None:
+            _hosts("[enrol] hosts", known.enrol.hosts)
+        if known.dash is not None:
+            host, _ = open_metrics.address(known.dash.listen)
+            _hosts("[dash] listen", [host])
+            _hosts("[dash] names", known.dash.names)
     files = {FILES[key]: _file(Path(place)) for key, place in here.items()}
     words = ["--broker", known.broker.url, "--fleet", known.fleet]
     for key in given:
@@ -106,7 +128,18 @@ def read(path: Path) -> Coordinator:
         words += ["--metrics", known.metrics]
     files["coordinator.toml"] = path.read_bytes()  # for people: the units have all that it says
     enrol = None if known.enrol is None else _enrolling(known.enrol)
-    return Coordinator(files, tuple(words), enrol, tuple(name for name in SECRET if name in files))
+    dash = None if known.dash is None else _dash(known.dash)
+    return Coordinator(files, tuple(words), enrol, tuple(name for name in SECRET if name in files), dash)
+
+
+def _hosts(key: str, given: Sequence[str]) -> None:
+    if wrong := [host for host in given if not _HOST.fullmatch(host)]:
+        raise JobError(f"{key}: {wrong[0]!r} is no name of a host")
+
+
+def _dash(table: DashTable) -> tuple[str, ...]:
+    names = ("--name", *table.names) if table.names else ()
+    return ("--listen", table.listen, *["--actions"] * table.actions, *names)
 
 
 def _enrolling(table: EnrolTable) -> tuple[str, ...]:
@@ -133,6 +166,8 @@ def words(made: Coordinator, systemd: int) -> dict[str, str]:
         "ARGUMENTS": _line(made.serve),
         "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in made.secrets),
         "ENROL": _line(made.enrol or ()),
+        "DASH": _line(made.dash or ()),
+        **dict.fromkeys(("FOLDER", "ABOVE"), ""),
     }
 
 

@@ -5,7 +5,7 @@ an archive, and a virtual environment a few links. Everything is in folders of f
 
     /opt/fedquilt/ID/       Python packages, ID made of what is in them; `current` is a link to one
     /etc/fedquilt/          agent.toml, what its broker asks for, the board's identity
-    /etc/systemd/system/    fedquilt-*.service, fedquilt-enrol.timer
+    /etc/systemd/system/    fedquilt-*.service, fedquilt-enrol.timer, fedquilt-serve-model.path
     /var/lib/fedquilt-agent/  versions of the agent that came over the air; launch.py starts the one in use
 
 A second time it changes nothing. What somebody has edited on the board is kept beside the new file as NAME.old.
@@ -35,9 +35,12 @@ OPT, ETC, UNITS, STATE = (
     "opt/fedquilt",
     "etc/fedquilt",
     "etc/systemd/system",
-    ("var/lib/fedquilt", "var/lib/fedquilt-agent", "var/lib/fedquilt-clocks", "var/lib/fedquilt-ca"),
+    tuple(f"var/lib/fedquilt{name}" for name in ("", "-agent", "-clocks", "-models", "-ca")),
 )
-WANTS = {".service": f"{UNITS}/multi-user.target.wants", ".timer": f"{UNITS}/timers.target.wants"}
+WANTS = {
+    f".{kind}": f"{UNITS}/{target}.target.wants"
+    for kind, target in (("service", "multi-user"), ("timer", "timers"), ("path", "paths"))
+}
 INSTALLED = f"{OPT}/installed.json"
 BROUGHT = ("install.py", "environment.py", "launch.py", "sysusers.conf")  # files of a bundle that stay on the board
 MACHINES = {0xB7: "aarch64", 0x3E: "x86_64", 0x28: "armv7l", 0x03: "i686"}  # e_machine, elf(5)

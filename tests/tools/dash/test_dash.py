@@ -6,12 +6,15 @@ import http.client
 import json
 import re
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import dashes
 import pytest
 from dashes import Dashboard
+from waiting import until
 
 from fedquilt import cli
 from fedquilt.coordinator.boards import Board
@@ -290,6 +293,33 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
         assert dash.said.count(dash.token) == 1
     with Dashboard(home, "--actions") as again:
         assert again.ask("/api/session", "POST", good, Origin=again.url)[0] == 403
+
+
+def test_a_token_never_goes_to_the_journal(tmp_path: Path) -> None:
+    """As a service it says where the token is, in a file for its own user alone."""
+    home = tmp_path / "runs"
+    dashes.add_run(home, dashes.facts(DEVICES))
+    command = [
+        sys.executable,
+        "-m",
+        "fedquilt.cli",
+        "dash",
+        "--home",
+        str(home),
+        "--listen",
+        "127.0.0.1:0",
+        "--actions",
+    ]
+    log = tmp_path / "journal"
+    with log.open("wb") as out:
+        found = os.fstat(out.fileno())
+        environment = {**os.environ, "JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        with subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment) as process:
+            until(lambda: "#token=" in log.read_text() or process.poll() is not None, "its address", dashes.LIMIT_S)
+            process.kill()
+    said, token = log.read_text(), (home / "dash.token").read_text().strip()
+    assert f"#token=WORD, the word in {home / 'dash.token'}\n" in said
+    assert token not in said
 
 
 def test_more_tabs_than_are_told_of_changes_are_sent_away(dash: Dashboard) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from command_lines import parsed
-from fedquilt.core import JobError
+from fedquilt.core import JobError, LinkError
 from fedquilt.tools import emulate
 from fedquilt.tools.emulate import beside, host
 from fedquilt.tools.emulate.host import Machine
+from fedquilt.tools.emulate.listener import Heard
+from fedquilt.wire import Presence
 
 RESULT: dict[str, Any] = {
     "run": "digits-1",
@@ -94,6 +99,22 @@ def test_steps_are_told_with_their_seconds(capsys: pytest.CaptureFixture[str]) -
     with emulate.Steps(quiet=True)("flash"):
         pass
     assert capsys.readouterr().out == ""
+
+
+def test_an_agent_is_online_before_a_coordinator_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is at the broker counts: the agent's status then says that no coordinator answers."""
+    said = {"READY": "1", "STATUS": "no coordinator answers: none is online"}
+    notices = mock.Mock(said=said, wait=lambda until, limit_s, alive: until(said))
+    monkeypatch.setattr(emulate.units, "Notices", lambda board: notices)
+    monkeypatch.setattr(emulate.units, "read", lambda board, name: None)
+    monkeypatch.setattr(emulate.units, "start", lambda *given: subprocess.Popen(["true"], start_new_session=True))
+    heard = Heard(Presence(online=False, boot="b1"))
+    site = mock.Mock(listener=lambda device: mock.Mock(listen=lambda limit_s: heard))
+    with contextlib.ExitStack() as stack, pytest.raises(LinkError, match="not online after 300 s: no coordinator"):
+        emulate._agent(site, mock.Mock(), tmp_path / "log", stack)
+    heard = Heard(Presence(online=True, boot="b1"))
+    with contextlib.ExitStack() as stack:
+        assert emulate._agent(site, mock.Mock(), tmp_path / "log", stack)[1] == said["STATUS"]
 
 
 def test_the_result_is_told_in_sentences() -> None:

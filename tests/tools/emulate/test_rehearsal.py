@@ -8,15 +8,20 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from fedquilt import cli, wire
+import command_lines
+from fedquilt import cli, config, wire
 from fedquilt.core import JobError, Profile
-from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsal
+from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsal, released
 from fedquilt.tools.emulate.host import Machine
 from fedquilt.tools.emulate.layouts import EVERY
-from fedquilt.tools.emulate.listener import Heard
+from fedquilt.tools.emulate.listener import Heard, Listener
+from fedquilt.tools.emulate.released import target
+from fedquilt.tools.emulate.rollouts import HOME, PHASED
+from fedquilt.tools.flash import bundle
 from fedquilt.transport.link import Message
 
 ORIN = ("jetson-orin-nx", 6)
@@ -144,6 +149,25 @@ def test_a_start_of_the_agent_is_known_by_its_name() -> None:
     assert (heard.online, heard.telemetry, heard.begun) == ("two", None, frozenset({"one", "two"}))
 
 
+def test_a_listener_that_was_closed_hears_again_what_it_had_heard_and_more() -> None:
+    """Nobody steps its link in between, so it is a new one."""
+    links: list[mock.Mock] = []
+
+    def connect() -> mock.Mock:
+        said = wire.Presence(online=True, boot=f"b{len(links)}")
+        topic = wire.Topics("fleet").device("d", "up", "presence")
+        links.append(mock.Mock(receive=lambda: [Message(topic, wire.encode(said), False)]))
+        return links[-1]
+
+    listener = Listener(connect, "fleet", "d")
+    listener.listen(0.0)
+    listener.close()
+    links[0].close.assert_called_once()
+    listener.close()
+    assert listener.listen(0.0).begun == {"b0", "b1"}
+    links[1].subscribe.assert_called_once_with([wire.Topics("fleet").device("d", "up", "+")])
+
+
 # -- the container and its enclosure --------------------------------------------------------------
 
 
@@ -154,6 +178,44 @@ def test_a_container_is_booted_as_its_command_says(tmp_path: Path) -> None:
     assert words[2] == f"echo 0 > '{tmp_path}/a b/cgroup.procs' || true\nexec \"$@\""
     assert f"--bind={tmp_path}/sys:/run/board/sys" in words
     assert words[-1].splitlines()[-1] == "exec /lib/systemd/systemd"
+
+
+def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two systems in the same control groups would end each other's services."""
+    words = container.words(tmp_path / "root", None, "n")
+    assert not [word for word in words if word.startswith("--bind")]
+    assert words[-1] == "exec /lib/systemd/systemd"
+    monkeypatch.setattr(enclosure, "own_groups", lambda told: [tmp_path / enclosure.OURS])
+    assert enclosure.for_boards() == [tmp_path / "boards/cgroup.procs"]
+    assert enclosure.for_boards(enclosure.HUB) == [tmp_path / "hub/cgroup.procs"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("deploy", "first", *PHASED, "--home", HOME),
+        ("deploy", "second", "--min-gain", "50pt", *PHASED, "--home", HOME),
+        ("deploy", "--rollback", "--home", HOME),
+        ("upgrade", "agents.tar", *PHASED, "--home", HOME),
+        ("upgrade", "--back", "--home", HOME),
+        ("flash", *target("amd64", Path("wheels")), "--upgrade", "agents.tar"),
+        ("flash", "coordinator.toml", "--role", "coordinator", *target("amd64", Path("wheels")), "--rootfs", "hub"),
+    ],
+)
+def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
+    """A rollout's phases grow, as `fedquilt` wants them."""
+    given = command_lines.parsed(list(words))
+    if "--canary" in words:
+        assert given["canary"] < given["phases"][0] <= 1
+
+
+def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -> None:
+    """Its settings are ones, and the folder is the one that is looked into."""
+    models = {"serve": "127.0.0.1:8080", "hook": list(released.HOOK)}
+    (tmp_path / "agent.toml").write_text(config.text({"device": "d", "home": "h", "models": models}))
+    assert bundle.board(tmp_path / "agent.toml").models == released.MODELS
 
 
 def test_a_units_properties_are_read() -> None:

@@ -213,6 +213,59 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
         assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND", b"@LIM") if word in text]
 
 
+def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> None:
+    """A user of its own answers with what lies in a folder that it and the agent may write; its packages come along."""
+    made = told(site, f'{URL}ca = "ca.crt"\n[models]\nserve = "127.0.0.1:8090"\n')
+    assert made.extras == ("identity", "images", "onnx")
+    units = bundle.units(made)
+    options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve-model.service"]) if word != "-v"])
+    assert (options["models"], options["http"]) == (Path(bundle.MODELS), "127.0.0.1:8090")
+    assert "User=fedquilt-runner" in unit(made, "fedquilt-serve-model.service")
+    assert f"PathExists={bundle.MODELS}/current" in unit(made, "fedquilt-serve-model.path")
+    for text in units.values():
+        assert not re.findall(rb"@[A-Z_]+@", text)
+    assert agents.parse(config.parse(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
+    assert f"ReadWritePaths=-{bundle.MODELS}" in unit(made)
+    (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS in line]
+    assert "install -d -o fedquilt -g fedquilt-runner -m 3770" in line
+    (rights,) = [one for one in unit(made, "fedquilt-setup.service") if one.startswith("CapabilityBoundingSet=")]
+    assert "CAP_FSETID" in rights  # without it the kernel drops the mode's 2, and no model would be its group's
+    assert not [name for name in bundle.units(told(site, URL)) if "model" in name]
+
+
+def test_the_agent_may_write_the_folder_of_models_that_its_owner_names(site: Path) -> None:
+    """It is made before the agent starts if it is not there; without one nothing more is writable."""
+    units = bundle.units(told(site, f'{URL}[models]\nfolder = "/srv/models/"\n'))
+    assert b"ReadWritePaths=-/srv/models\n" in units["fedquilt-agent.service"]
+    setup = units["fedquilt-setup.service"].decode()
+    assert "test -d /srv/models || install -d -o fedquilt -g fedquilt -m 0750 /srv/models'" in setup
+    assert "ReadWritePaths=-/srv\n" in setup
+    plain = bundle.units(told(site, URL))
+    assert b"ReadWritePaths" not in plain["fedquilt-agent.service"]
+    assert plain["fedquilt-setup.service"].count(b"ExecStart=") == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('folder = "models"', "whole path"),
+        ('folder = "/srv/my models"', "has no place"),
+        ('folder = "/srv/%i"', "has no place"),
+        ('folder = "/srv/$(reboot)"', "has no place"),
+        ('folder = "/home/me/models"', "the services see none there"),
+        ('folder = "/srv/../etc/cron.d"', "the services see none there"),
+        ('folder = "/models"', "the services see none there"),
+        ('serve = "127.0.0.1:8080"\nfolder = "/var/lib/fedquilt/models"', "may not enter"),
+        ('serve = "8080"', "is no address"),
+        ('serve = "0.0.0.0:8080"', "answers its own board alone"),
+        ('serve = "127.0.0.1 --listen-anywhere:8080"', "answers its own board alone"),
+    ],
+)
+def test_a_folder_or_address_that_no_unit_can_have_is_refused(site: Path, table: str, said: str) -> None:
+    with pytest.raises(JobError, match=rf"agent\.toml.*\[models\].*{said}|agent\.toml.*{said}"):
+        told(site, f"{URL}[models]\n{table}\n")
+
+
 def serving(site: Path, text: str = "") -> Coordinator:
     """A coordinator's settings, read."""
     files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
@@ -220,7 +273,7 @@ def serving(site: Path, text: str = "") -> Coordinator:
     return coordinator.read(site / "coordinator.toml")
 
 
-@pytest.mark.parametrize("role", ["agent", "coordinator"])
+@pytest.mark.parametrize("role", ["agent", "runner", "coordinator"])
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, role: str) -> None:
     """Every directive is one, every value is understood; and no unit is more exposed than it says in docs/boards.md."""
     if shutil.which("systemd-analyze") is None:
@@ -228,7 +281,8 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
     agent = Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
-    made = bundle.units(agent if role == "agent" else serving(site, "[enrol]\n"))
+    runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
+    made = bundle.units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
     programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
     for name in programs:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -239,6 +293,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
     for target in (
         "multi-user",
         "timers",
+        "paths",
         "sysinit",
         "basic",
         "shutdown",
@@ -295,6 +350,7 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     assert made.files["coordinator.key"] == (site / "orin-1.key").read_bytes()
     assert {"etc/coordinator.key", "etc/device.key"} <= bundle.SECRET
     assert "fedquilt-enrol-serve.service" not in bundle.units(serving(site))
+    assert "fedquilt-dash.service" not in units
     for text in units.values():
         assert not re.findall(rb"@[A-Z_]+@", text)
 
@@ -305,6 +361,9 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
         '[enrol]\nhost = "hub"\n': r"coordinator\.toml.*host",
         '[enrol]\nhosts = ["hub; reboot"]\n': "is no name of a host",
         "[enrol]\nport = 0\n": "port",
+        '[dash]\nlisten = "8080"\n': "is no address to serve at",
+        '[dash]\nlisten = "0.0.0.0 --actions:80"\n': "is no name of a host",
+        '[dash]\nnames = ["hub.site; reboot"]\n': r"\[dash\] names.*is no name of a host",
         "[governor]\n": "governor",
     }.items():
         with pytest.raises(JobError, match=said):
@@ -318,6 +377,18 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
             coordinator.read(site / "bare.toml")
     with pytest.raises(JobError, match="systemd 247"):
         bundle.units(serving(site), systemd=245)
+
+
+def test_a_dashboard_is_a_unit_where_it_is_asked_for(site: Path) -> None:
+    """Its command is one of fedquilt's, on the home that the coordinator has, and its packages come along."""
+    made = serving(site, '[dash]\nlisten = "0.0.0.0:8000"\nactions = true\nnames = ["hub.site", "hub"]\n')
+    command = exec_line(bundle.units(made)["fedquilt-dash.service"])
+    options = command_lines.parsed([word for word in command if word != "-v"])
+    assert (options["home"], options["listen"]) == (Path("/var/lib/fedquilt/runs"), "0.0.0.0:8000")
+    assert (options["actions"], options["names"]) == (True, ("hub.site", "hub"))
+    assert made.extras == ("identity", "web")
+    plain = exec_line(bundle.units(serving(site, "[dash]\n"))["fedquilt-dash.service"])
+    assert command_lines.parsed([word for word in plain if word != "-v"])["listen"] == "127.0.0.1:8080"
 
 
 def test_a_coordinators_bundle_holds_its_key_for_root_alone(site: Path, tmp_path: Path) -> None:
