@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt.blobs.carriers import Carriers
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models, start
@@ -63,7 +64,8 @@ def run_agent(settings: AgentSettings) -> None:
         "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),
         "settings": central,
     }
-    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds, runner=deployed.runner)
+    carriers = Carriers(own, broker.ca)
+    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds, runner=deployed.runner, carriers=carriers)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"

@@ -56,6 +56,7 @@ class Pull:
         self._bad_run = 0
         self._doubted = False
         self._hold_s = -math.inf
+        self.held = False  # its chunks come another way
 
     @property
     def done(self) -> bool:
@@ -81,6 +82,8 @@ class Pull:
     @property
     def due_s(self) -> float:
         """Time by which `requests` should be called again."""
+        if self.held:
+            return math.inf
         if not self._asked:
             return self._hold_s
         return min(min(self._asked.values()) + self.timeout_s, self._progress_s + self._patience_s)
@@ -89,6 +92,8 @@ class Pull:
 
     def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
         """Messages to send now, requesting at most `room_bytes` beyond the outstanding ones."""
+        if self.held:
+            return []
         late = self._expire(now_s)
         if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
             return []
@@ -227,6 +232,21 @@ class Pull:
         self._heard_s = self._progress_s = now_s
         if chunk < self.chunk or self.manifest is None:
             self.chunk, self.manifest = chunk, None
+
+    def hold(self) -> None:
+        """Request nothing until `release`: the chunks come another way."""
+        self.held = True
+        self._asked.clear()
+        self._times.clear()
+
+    def release(self, had: bytes | bytearray | None, now_s: float) -> None:
+        """Request again; `had` is which chunks are here, as of `start`, if that has changed."""
+        self.held = False
+        if had is not None:
+            self.start(had)
+        self.backoff, self._window = 0, _START_WINDOW
+        self._heard_s = now_s
+        self._progress(now_s)
 
     def park(self, now_s: float) -> None:
         """Let other downloads go first: time stands still for this one until `unpark`."""
