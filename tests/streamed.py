@@ -44,6 +44,7 @@ class Pair:
         **settings: object,
     ) -> None:
         self.broker = Counted()
+        self.others: list[Callable[[], None]] = []  # called by `close`
         self.coordinator = Side(self.broker, folder / "c", **settings)
         self.places = Places(where, self.coordinator.depot, self.allowed, own)
         self.coordinator.carry(self.places)
@@ -70,7 +71,8 @@ class Pair:
             select.select([fd for side in sides for fd in side.transfers.fds()], [], [], left_s)
 
     def close(self) -> None:
-        self.places.close()
+        for close in (self.places.close, *self.others):
+            close()
 
 
 def profile(device: str, *carriers: str) -> Profile:

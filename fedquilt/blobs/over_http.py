@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -158,10 +158,10 @@ def _fetch(reach: Reach, source: Source, intake: Intake, turn: int) -> None:
             connection.putheader("Range", f"bytes={due[0]}-{due[1] - 1}")
             _authorize(connection, source)
             connection.endheaders()
-            answer = connection.getresponse()
-            _require(source, answer, (200, 206))
-            _require_range(source, answer, due, intake.ref)
-            pour(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
+            with connection.getresponse() as answer:
+                _require(source, answer, (200, 206))
+                _require_range(source, answer, due, intake.ref)
+                pour(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
 
 
 def _require_range(source: Source, answer: http.client.HTTPResponse, due: tuple[int, int], ref: BlobRef) -> None:
@@ -237,12 +237,11 @@ def _put(reach: Reach, source: Source, file: int, ref: BlobRef, start: int, move
         if source.token:
             connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
         _authorize(connection, source)
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why it does not read on
             connection.endheaders()
             send_file(connection.sock, file, start, ref.size - start, moved)
-        except (BrokenPipeError, ConnectionResetError):
-            _require(source, connection.getresponse(), ())  # it may have said why it does not read on
-        _require(source, connection.getresponse(), (200, 201, 204))
+        with connection.getresponse() as answer:
+            _require(source, answer, (200, 201, 204))
 
 
 def _offset(reach: Reach, source: Source, ref: BlobRef) -> int:
@@ -250,9 +249,9 @@ def _offset(reach: Reach, source: Source, ref: BlobRef) -> int:
         connection.putrequest("HEAD", _target(source), skip_accept_encoding=True)
         _authorize(connection, source)
         connection.endheaders()
-        answer = connection.getresponse()
-        _require(source, answer, (200, 204))
-        said = answer.getheader(_OFFSET, "")
+        with connection.getresponse() as answer:
+            _require(source, answer, (200, 204))
+            said = answer.getheader(_OFFSET, "")
     if not (said.isascii() and said.isdigit() and int(said) < ref.size):
         raise CarrierError(f"{source.origin} does not say how far the upload came", later=False)
     return int(said)
