@@ -157,7 +157,7 @@ class OverLink:
         self._issues = Issues(self._link, self._topics)
         self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
         may_have = self._issues.may_have
-        self.places = Places(where, depot, may_have, identity)
+        self.places = Places(where, depot, may_have, identity, fleet)
         self._transfers = Transfers(self._link, depot, self._topics, "dn", may_have, carriers=self.places)
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from fedquilt import open_metrics
-from fedquilt.blobs.carriers import HTTP, Carriers, Key
+from fedquilt.blobs.carriers import HTTP, Carriers, Ended, Key
 from fedquilt.blobs.intake import Intake
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.blob_server import BlobServer
+from fedquilt.coordinator.object_store import Bucket
+from fedquilt.coordinator.stored import Stored
 from fedquilt.core import BlobRef, JobError, Profile, Source
 from fedquilt.transport.handshake import Identity
 
@@ -26,6 +29,8 @@ class Where:
     Args:
         listen: HOST:PORT of its own server; None: it has none.
         url: by which boards reach that server; None: by the host of `listen`.
+        bucket: of an object store, with its keys; None: there is none.
+        ca: authority of the store's certificate, beside those of the system.
 
     Raises:
         JobError: an address that is none, or that boards cannot reach.
@@ -33,6 +38,8 @@ class Where:
 
     listen: str | None = None
     url: str | None = None
+    bucket: Bucket | None = None
+    ca: Path | None = None
 
     def __post_init__(self) -> None:
         if self.listen is not None:
@@ -69,15 +76,26 @@ class Places(Carriers):
         depot: of the blobs.
         allowed: `allowed(device, sha256)`: whether a device may have a blob now.
         identity: certificates of the fleet; None: unsigned.
+        fleet: its name.
 
     Raises:
         JobError: the server cannot listen, or an address does not fit.
     """
 
     def __init__(
-        self, where: Where, depot: Depot, allowed: Callable[[str, str], bool], identity: Identity | None = None
+        self,
+        where: Where,
+        depot: Depot,
+        allowed: Callable[[str, str], bool],
+        identity: Identity | None = None,
+        fleet: str = "fleet",
     ) -> None:
-        super().__init__(identity, most=JOBS_MOST)
+        super().__init__(identity, where.ca, most=JOBS_MOST)
+        self._stored = None
+        if where.bucket is not None:
+            self._stored = Stored(where.bucket, fleet, depot, self)
+            self._stored.look()
+        self._first_own: dict[Key, int] = {}  # blobs that devices put -> which of their places is the own server
         self._able: set[str] = set()  # devices that reach places beside the broker, as far as they know
         self._server: BlobServer | None = None
         self._base = ""
@@ -97,14 +115,38 @@ class Places(Carriers):
 
     def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
         """See `Carriers`."""
-        return self._own(device, ref, None) if device in self._able else ()
+        if device not in self._able:
+            return ()
+        return (*(self._stored.offers(device, ref) if self._stored else ()), *self._own(device, ref, None))
 
     def accepts(self, device: str, intake: Intake) -> tuple[Source, ...]:
         """See `Carriers`."""
-        return self._own(device, intake.ref, intake) if device in self._able else ()
+        if device not in self._able:
+            return ()
+        stored = self._stored.accepts(device, intake.ref) if self._stored else ()
+        self._first_own[device, intake.ref.sha256] = len(stored)
+        return (*stored, *self._own(device, intake.ref, intake))
+
+    def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
+        """See `Carriers`."""
+        if self._stored is None or source >= self._first_own.get((device, ref.sha256), 0):
+            return ()
+        return self._stored.brought(device, ref)
+
+    def take_ready(self) -> list[Key]:
+        """See `Carriers`."""
+        return [] if self._stored is None else self._stored.take_ready()
+
+    def take_ended(self) -> list[Ended]:
+        """See `Carriers`."""
+        found = super().take_ended()
+        return found if self._stored is None else [each for each in found if not self._stored.take(each)]
 
     def over(self, key: Key) -> None:
         """See `Carriers`."""
+        self._first_own.pop(key, None)
+        if self._stored is not None:
+            self._stored.over(key)
         if self._server is not None:
             self._server.revoke(*key, put=True)
 

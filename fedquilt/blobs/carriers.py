@@ -126,7 +126,7 @@ class Carriers:
                 return missed(key, intake, error, later=later)
             return Ended(key, intake, None)
 
-        self._start(job, Ended(key, intake, "the transfer ended by a mistake in the program"))
+        self.start(job, Ended(key, intake, "the transfer ended by a mistake in the program"))
 
     def put(
         self, key: Key, depot: Depot, ref: BlobRef, sources: Sequence[Source], moved: Callable[[int], None]
@@ -146,12 +146,12 @@ class Carriers:
                 if file >= 0:
                     os.close(file)
 
-        self._start(job, Ended(key, None, "the transfer ended by a mistake in the program"))
+        self.start(job, Ended(key, None, "the transfer ended by a mistake in the program"))
 
     def give_up(self, key: Key, intake: Intake, reason: str) -> None:
         """End a transfer that others have let go of; what of the blob is here is looked for in a thread."""
         failed = Ended(key, intake, reason)
-        self._start(lambda: missed(key, intake, LinkError(reason)), failed)
+        self.start(lambda: missed(key, intake, LinkError(reason)), failed)
 
     def _reach(self) -> over_http.Reach:
         from fedquilt.blobs import over_http
@@ -160,7 +160,18 @@ class Carriers:
             self._reached = over_http.Reach(self._identity, self._ca)
         return self._reached
 
-    def _start(self, job: Callable[[], Ended], failed: Ended) -> None:
+    def ask(self, method: str, source: Source) -> tuple[int, str]:
+        """Ask a place without sending or fetching anything: status and date of its answer. It blocks: for jobs.
+
+        Raises:
+            LinkError: it does not answer.
+        """
+        from fedquilt.blobs import over_http
+
+        return over_http.ask(self._reach(), method, source)
+
+    def start(self, job: Callable[[], Ended], failed: Ended) -> None:
+        """Run a job in a thread; `failed` is told if it ends by a mistake in the program."""
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running += 1

@@ -282,6 +282,27 @@ def send_file(
             moved(sent)
 
 
+# -- neither ---------------------------------------------------------------------------------------
+
+
+def ask(reach: Reach, method: str, source: Source) -> tuple[int, str]:
+    """Status and date of a place's answer to a request without a body.
+
+    Raises:
+        CarrierError: it does not answer.
+    """
+    found: list[tuple[int, str]] = []
+
+    def attempt(source: Source) -> None:
+        with reach.connected(source) as connection:
+            connection.request(method, _target(source))
+            with connection.getresponse() as answer:
+                found.append((answer.status, answer.getheader("Date", "")))
+
+    _first(reach, (source,), attempt, lambda source: 0)
+    return found[0]
+
+
 # -- both -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from fedquilt.cli import homes, options
@@ -19,6 +20,13 @@ from fedquilt.core import JobError
     group="Blobs",
 )
 @option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs")
+@option(
+    "--blobs-s3",
+    metavar="URL",
+    help="Use a bucket of an S3-compatible store for models and updates: https://HOST[:PORT]/BUCKET[/PREFIX]"
+    "[?region=REGION]. Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment.",
+    group="Blobs",
+)
 @options.log_format
 @options.broker()
 def serve(
@@ -26,18 +34,21 @@ def serve(
     metrics: str | None,
     blobs_http: str | None,
     blobs_url: str | None,
+    blobs_s3: str | None,
     log_format: str,
     broker: options.Broker,
 ) -> None:
     """Run the coordinator: carry out the jobs submitted to --home, side by side, until stopped."""
     from fedquilt import logs
     from fedquilt.coordinator import limits
+    from fedquilt.coordinator.object_store import Bucket
     from fedquilt.coordinator.places import Where
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, coordinate
 
-    where = Where(blobs_http, blobs_url)
+    bucket = None if blobs_s3 is None else Bucket.parse(blobs_s3, os.environ)
+    where = Where(blobs_http, blobs_url, bucket, broker.ca)
     with Store(home) as store:
         home = home.resolve()
         if not store.lock():
