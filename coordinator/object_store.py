@@ -102,7 +102,7 @@ class Bucket:
         return f"{self.origin}{path}?{said}&X-Amz-Signature={code}"
 
     def set_clock(self, date: str) -> float:
-        """Sign by the store's clock from now on, `date` as its answers have it; returns by how many seconds it moves."""
+        """Sign by the store's clock from now on, as the date of its answer has it; returns how far that moves it, s."""
         try:
             before, self.offset_s = self.offset_s, parsedate_to_datetime(date).timestamp() - self.clock()
         except (TypeError, ValueError, OverflowError):
