@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt import heap, open_metrics, profiles, systemd, wire
 from fedquilt.blobs.carriers import Carriers
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
@@ -38,6 +38,7 @@ def run_agent(settings: AgentSettings) -> None:
     from fedquilt.transport.mqtt import MqttLink
     from fedquilt.transport.sealed import UNSIGNED, BoardLink, identity
 
+    heap.keep_pieces()
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)
     meter = None if settings.meter is None else devices.meter(settings.meter)

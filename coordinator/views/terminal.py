@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from fedquilt import methods, open_metrics, progress
+from fedquilt import heap, methods, open_metrics, progress
 from fedquilt.coordinator import eligibility, rollouts
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
@@ -212,6 +212,7 @@ def coordinate(
     Raises:
         JobError: boards would not take the identity for the coordinator's, or metrics or blobs cannot be served.
     """
+    heap.keep_pieces()
     noted = Boards(store.home)
     executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted, identity, where)
     store.note_signed(identity is not None)

@@ -29,7 +29,7 @@ from typing import Any, Final, Literal
 
 import psutil
 
-from fedquilt import wire
+from fedquilt import heap, wire
 from fedquilt.blobs import over_http
 from fedquilt.blobs.carriers import Carriers
 from fedquilt.blobs.store import Depot
@@ -198,6 +198,7 @@ def _ready() -> float:
 
 
 def _begin(link: MqttLink, filters: Sequence[str]) -> int:
+    heap.keep_pieces()  # as the agent and the coordinator do
     link.connect(timeout_s=10.0)
     link.subscribe(filters)
     link.wait(0.2)
