@@ -23,8 +23,8 @@ from fedquilt.core import JobError
 @option(
     "--blobs-s3",
     metavar="URL",
-    help="Use a bucket of an S3-compatible store for models and updates: https://HOST[:PORT]/BUCKET[/PREFIX]"
-    "[?region=REGION]. Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment.",
+    help="Use a bucket of an S3-compatible store for models and updates: https://HOST/BUCKET/PREFIX?region=REGION. "
+    "Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment.",
     group="Blobs",
 )
 @options.log_format
