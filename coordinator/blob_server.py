@@ -128,11 +128,12 @@ class BlobServer:
         return int(self._socket.getsockname()[1])
 
     def grant(self, device: str, ref: BlobRef, intake: Intake | None = None) -> str:
-        """A token for one blob and device, to fetch it or to put it into an intake; that for an earlier intake ends."""
+        """A token for one blob and device, to fetch it or to put it into an intake; that of an earlier intake ends."""
         key = (device, ref.sha256, intake is not None)
         with self._lock:
-            if intake is None and key in self._tokens:
-                return self._tokens[key]
+            if intake is None and (known := self._tokens.get(key)) is not None:
+                self._grants[_digest(known)].left_bytes = AGAIN_MOST * ref.size
+                return known
             if len(self._grants) >= GRANTS_MOST:
                 self._revoke(next(iter(self._tokens)))
             self._revoke(key)

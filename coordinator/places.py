@@ -102,7 +102,11 @@ class Places(Carriers):
         if where.listen is not None:
             host, port = open_metrics.address(where.listen)
             self._server = BlobServer(host, port, depot, allowed, self.tell, identity)
-            self._base = where.base(self._server.port, sealed=identity is not None)
+            try:
+                self._base = where.base(self._server.port, sealed=identity is not None)
+            except JobError:
+                self._server.close()
+                raise
 
     def said(self, profile: Profile) -> None:
         """Note what a device tells of itself."""

@@ -31,11 +31,11 @@ STALL_S: Final = 20.0  # without a single byte
 PACE_S: Final = 30.0  # in which PACE_BYTES have to come or go
 PACE_BYTES: Final = 30_000
 PROGRESS_BYTES: Final = 64 * 1024  # that have to come over a connection, or it has failed
-MISSES_MOST: Final = 3  # failed connections in a row, of a place that has worked before
+MISSES_MOST: Final = 3  # connections in a row that broke, of a host that was reached
 REST_S: Final = 5.0  # of a host that was not reached, then twice as long, and so on
 REST_MOST_S: Final = 3600.0
 _OFFSET: Final = "Upload-Offset"
-_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 
 
 class CarrierError(LinkError):
@@ -339,7 +339,8 @@ def _persist(source: Source, attempt: Callable[[Source], None], gained: Callable
             return attempt(source)
         except (OSError, http.client.HTTPException) as error:
             misses = 0 if gained(source) >= before + PROGRESS_BYTES else misses + 1
-            if misses >= (MISSES_MOST if gained(source) > begun else 1):
+            broke = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+            if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
                 raise CarrierError(f"{source.origin} cannot be used ({why(error)})", later=True) from None
             log.debug("%s broke off (%s): it is gone on with", source.origin, why(error))
 

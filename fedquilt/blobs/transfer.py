@@ -59,8 +59,7 @@ class Transfers:
     ) -> None:
         """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
 
-        `max_pulls` are active at once, the others wait; one whose peer is silent goes behind them. `carriers` move
-        blobs beside the link; what they do not bring comes over it.
+        `max_pulls` are active at once, the others wait, silent ones last. `carriers` move blobs beside the link.
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
@@ -192,7 +191,6 @@ class Transfers:
                 self._complete(key, pull)
 
     def _take_place(self, key: Key, place: Place) -> None:
-        """Note where a blob can be fetched, or is to be put."""
         if place.way == "get" and key in self._wanted:
             self._streaming.place(key, place)
         elif place.way == "put" and self._allowed(*key) and (ref := self._depot.ref(key[1])) is not None:
@@ -201,12 +199,11 @@ class Transfers:
     def _take_streamed(self, now_s: float) -> None:
         """Go on with blobs that have come beside the link, or have not."""
         for ended, moved in self._streaming.take_ended(now_s):
-            key, pull = ended.key, self._pulls.get(ended.key)
-            self._traffic[key[0], self._other] += moved
+            self._traffic[ended.key[0], self._other] += moved
             if ended.error is None or ended.disk:
-                self._end(key, ended.error)
-            elif pull is not None:
-                self._complete(key, pull)
+                self._end(ended.key, ended.error)
+            else:
+                self._complete(ended.key, self._pulls[ended.key])
 
     def _complete(self, key: Key, pull: Pull) -> None:
         if pull.done and pull.manifest is not None:

@@ -135,6 +135,15 @@ def test_connections_that_break_again_and_again_are_gone_on_with(
     assert board.depot.has(ref)
 
 
+def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    relayed(pair, monkeypatch, most=lambda number: 10 if number == 0 else None)
+    ref, board = pair.coordinator.depot.put(noise(4 * CHUNK)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert pair.broker.chunks == 0
+
+
 def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
