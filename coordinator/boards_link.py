@@ -19,6 +19,7 @@ from fedquilt.coordinator.admission import FLOODED, Flooded
 from fedquilt.coordinator.boards import Board, Reading, Refusal
 from fedquilt.coordinator.boards_store import FORGOTTEN_S, STEPS, BoardStore
 from fedquilt.coordinator.executors import Heard, OverLink
+from fedquilt.coordinator.places import Where
 from fedquilt.core import StoreError, Task
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
@@ -182,9 +183,16 @@ class NotedLink(OverLink):
     """`OverLink` that tells `Boards` what passes through it."""
 
     def __init__(
-        self, link: Link, fleet: str, depot: Depot, epoch: int, noted: Boards, identity: Identity | None = None
+        self,
+        link: Link,
+        fleet: str,
+        depot: Depot,
+        epoch: int,
+        noted: Boards,
+        identity: Identity | None = None,
+        where: Where = Where(),
     ) -> None:
-        super().__init__(link, fleet, depot, epoch, identity)
+        super().__init__(link, fleet, depot, epoch, identity, where)
         self._noted = noted
 
     def hear(self, now_s: float) -> Iterator[Heard]:

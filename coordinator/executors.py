@@ -7,7 +7,7 @@ work runs in this process or in a pool of workers. Rounds, admission, deadlines 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -21,7 +21,8 @@ from fedquilt.coordinator.conduct import ROUND_S
 from fedquilt.coordinator.gate import Gate
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
-from fedquilt.core import BlobRef, JobError, Task, Wired, WireError
+from fedquilt.coordinator.places import Places, Where
+from fedquilt.core import BlobRef, JobError, Profile, Task, Wired, WireError
 from fedquilt.logs import about
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link, Message
@@ -38,6 +39,10 @@ Heard: TypeAlias = (
 
 class Executor(Protocol):
     """Carries tasks to devices. Never blocks on a device; the coordinator calls `hear` as often as `due_s` requires."""
+
+    def fds(self) -> Sequence[int]:
+        """File descriptors that are readable when something has happened beside what `due_s` says."""
+        ...
 
     def hear(self, now_s: float) -> Iterable[Heard]:
         """Yield messages and arrivals since the last call; requests made meanwhile take effect at once."""
@@ -104,6 +109,10 @@ class Executor(Protocol):
 class WithoutReleases:
     """Part of an `Executor` whose devices have no agent that could install anything."""
 
+    def fds(self) -> Sequence[int]:
+        """None: all that happens is known beforehand."""
+        return ()
+
     def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
         """Refuse it.
 
@@ -125,12 +134,21 @@ class OverLink:
         depot: store of the blobs that devices send and fetch.
         epoch: number of this start of the coordinator.
         identity: with which it is signed, and takes messages of boards alone that have proved to be who they say.
+        where: places beside the broker where blobs come and go.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's.
+        JobError: boards would not take the identity for the coordinator's, or a place cannot be used.
     """
 
-    def __init__(self, link: Link, fleet: str, depot: Depot, epoch: int, identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        fleet: str,
+        depot: Depot,
+        epoch: int,
+        identity: Identity | None = None,
+        where: Where = Where(),
+    ) -> None:
         self.garbage = Garbage()
         self._topics = wire.Topics(fleet)
         self._gate = Gate(link, self._topics)
@@ -138,8 +156,14 @@ class OverLink:
         self._epoch, self._session = epoch, 0
         self._issues = Issues(self._link, self._topics)
         self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
-        self._transfers = Transfers(self._link, depot, self._topics, "dn", self._issues.may_have)
+        may_have = self._issues.may_have
+        self.places = Places(where, depot, may_have, identity, fleet)
+        self._transfers = Transfers(self._link, depot, self._topics, "dn", may_have, carriers=self.places)
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
+
+    def fds(self) -> Sequence[int]:
+        """What wakes it when a blob has come beside the broker."""
+        return self._transfers.fds()
 
     def hear(self, now_s: float) -> Iterator[Heard]:
         """Yield messages of the link; None first after each new session."""
@@ -248,6 +272,7 @@ class OverLink:
     def close(self) -> None:
         """Publish that the coordinator is offline, and close the link."""
         self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
+        self.places.close()
         self._link.close()
 
     def _read(self, message: Message, now_s: float) -> Said | None:
@@ -266,6 +291,8 @@ class OverLink:
             told = wire.decode(message.payload, route.kind)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
+            if isinstance(told, Profile):
+                self.places.said(told)
             return route.device, told
         except WireError as error:
             if said := self.garbage.take(message.topic, error, message.retained, now_s):

@@ -69,8 +69,8 @@ class Server:
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
-        """No sockets of its own: the executor is polled."""
-        return ()
+        """Those of the executor."""
+        return self._executor.fds()
 
     def jobs(self) -> list[Running]:
         """Jobs at work, in the order in which they were taken up."""

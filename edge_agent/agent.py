@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
+from fedquilt.blobs.carriers import Carriers
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
@@ -49,6 +50,7 @@ class Agent:
         clock: seconds since 1970 as this board counts them; None: it has no clock of its own.
         kinds: what it exchanges on demand: "model", "agent", "settings".
         runner: of the board's models; None: none that is watched.
+        carriers: of blobs, beside the link; None: without certificates.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -72,6 +74,7 @@ class Agent:
         clock: Callable[[], float | None] = time.time,
         kinds: Mapping[str, Kind] = {},
         runner: Runner | None = None,
+        carriers: Carriers | None = None,
     ) -> None:
         self._runner = runner
         self._clock = clock
@@ -84,7 +87,8 @@ class Agent:
         self._presence = 0  # number of presence messages sent
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
-        self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
+        depot = self.local.depot
+        self._transfers = Transfers(link, depot, self._topics, "up", self._may_give, carriers=carriers)
         means = means_of.of(settings, board.memory_bytes)
         kept, counted = self.local.recover()
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
@@ -110,8 +114,8 @@ class Agent:
         return self._link.connected
 
     def fds(self) -> Sequence[int]:
-        """File descriptors of the worker, and of a release's check."""
-        return [*self._worker.fds(), *self.releases.fds()]
+        """File descriptors of the worker, of a release's check, and of transfers beside the link."""
+        return [*self._worker.fds(), *self.releases.fds(), *self._transfers.fds()]
 
     def step(self, now_s: float) -> float:
         """Handle messages that have arrived and everything due; errors of a task never end the agent."""

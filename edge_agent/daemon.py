@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt import heap, open_metrics, profiles, systemd, wire
+from fedquilt.blobs.carriers import Carriers
 from fedquilt.edge_agent import devices, exposed
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models, start
@@ -37,6 +38,7 @@ def run_agent(settings: AgentSettings) -> None:
     from fedquilt.transport.mqtt import MqttLink
     from fedquilt.transport.sealed import UNSIGNED, BoardLink, identity
 
+    heap.keep_pieces()
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)
     meter = None if settings.meter is None else devices.meter(settings.meter)
@@ -69,7 +71,8 @@ def run_agent(settings: AgentSettings) -> None:
         "agent": AgentKind(launched(), settings, lambda: link.connected, lambda: stopped.append(0)),
         "settings": central,
     }
-    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds, runner=deployed.runner)
+    carriers = Carriers(own, broker.ca)
+    agent = Agent(link, central.settings(), board, worker, boot, kinds=kinds, runner=deployed.runner, carriers=carriers)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"

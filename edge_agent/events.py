@@ -151,6 +151,7 @@ class Means(msgspec.Struct, frozen=True):
     plugins: Mapping[str, str] = field(default_factory=dict)  # of other packages: `fedquilt.plugins.modules`
     confined: tuple[str, ...] | None = None  # what a task's process gives up: `task.confine`; None: it has none
     labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.labels`
+    carriers: tuple[str, ...] = ()  # of blobs, beside the broker
 
 
 class Open(msgspec.Struct, frozen=True):

@@ -14,13 +14,13 @@ from fedquilt.edge_agent.task import confine
 
 
 def of(settings: AgentSettings, memory_bytes: int) -> Means:
-    """Capabilities and labels of a board with so much memory.
+    """Capabilities, labels and carriers of a board with so much memory.
 
     Raises:
         JobError: a size or a label in the settings that is none.
     """
     installed = _installed(settings.budget_bytes(memory_bytes), settings.plugins)
-    return replace(installed, labels=labels.parse(settings.labels))
+    return replace(installed, labels=labels.parse(settings.labels), carriers=settings.carriers)
 
 
 @cache  # looked up on disk, and constant while a process runs

@@ -32,6 +32,7 @@ def profile(device: str, board: Device, means: Means) -> Profile:
         provenance=board.provenance,
         codecs=means.codecs,
         labels=means.labels,
+        carriers=means.carriers,
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -122,6 +122,9 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
+    carriers: tuple[Literal["http"], ...] = (
+        "http",
+    )  # of blobs, beside the broker, where the coordinator names a place
     labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()

@@ -107,6 +107,10 @@ class Disk:
             file.seek(offset)
             return file.read()
 
+    def opened(self, path: Place) -> int:
+        """Descriptor of a file that is open for reading; the caller closes it."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
         """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
         with open(path, "rb", buffering=0) as file:
@@ -160,7 +164,7 @@ class Disk:
         with suppress(FileExistsError):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode))
 
-    def write_at(self, path: Place, payload: bytes, offset: int) -> None:
+    def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
         """Write a part of an existing file."""
         file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -347,7 +351,7 @@ def _found(name: str, stat: os.stat_result) -> Found:
     return Found(name, (stat.st_mode & 0o170000) == 0o040000, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-def _write(file: int, payload: bytes, offset: int) -> None:
+def _write(file: int, payload: bytes | memoryview, offset: int) -> None:
     view = memoryview(payload)
     while view:
         written = os.pwrite(file, view, offset)

@@ -5,9 +5,8 @@ version and a CRC-32 of the rest, so that a flipped bit is found before anything
 
     {"v":1,"crc":"1c291ca3","job":"digits","round":3, ...}
 
-A chunk of a blob is its raw bytes under a topic that names it; the manifest carries its sha256.
-The module does no I/O and does not depend on the side. `decode` and `route` return a value or raise
-`WireError`, nothing else.
+A chunk of a blob is its raw bytes under a topic that names it; the manifest carries its sha256. The module does no
+I/O and does not depend on the side. `decode` and `route` return a value or raise `WireError`, nothing else.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from fedquilt.core import (
     Label,
     Metrics,
     Name,
+    Place,
+    Placed,
     Profile,
     Seconds,
     Sentence,
@@ -176,8 +177,7 @@ class Installed(Told, frozen=True, omit_defaults=True):
     current: AnyDigest = ""  # blob that it runs now; "": what it was flashed with
     name: Label = ""
     reason: Sentence = ""  # what it waits for, why it was refused, why it returned to what ran before
-    # of its own check: accuracy, accuracy_before, latency_s, energy_j, peak_bytes
-    metrics: Metrics = msgspec.field(default_factory=dict)
+    metrics: Metrics = msgspec.field(default_factory=dict)  # accuracy[_before], latency_s, energy_j, peak_bytes
 
 
 class Get(Wired, frozen=True):
@@ -228,6 +228,8 @@ Message = (
     | Get
     | Manifest
     | Missing
+    | Place
+    | Placed
     | Hello
 )
 
@@ -311,7 +313,7 @@ DOWN: dict[str, type[Wired]] = {
     "settings": Release,
     "hello": Hello,
 }
-BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing}
+BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing, "place": Place, "placed": Placed}
 
 Direction = Literal["up", "dn"]
 
@@ -336,7 +338,7 @@ class Topics:
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{index}"
 
     def blob(self, device: str, direction: Direction, sha256: str, leaf: str) -> str:
-        """Topic of a blob's other messages: "manifest" or "missing"."""
+        """Topic of a blob's other messages: "manifest", "missing", "place" or "placed"."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{leaf}"
 
     def for_coordinator(self) -> tuple[str, ...]:
@@ -351,7 +353,7 @@ class Topics:
 class Route(msgspec.Struct, frozen=True):
     """Address of a message: a device's branch (or none), a leaf, and for a chunk its blob and index."""
 
-    leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "coord", "round"
+    leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
     kind: type[Wired] | None  # None: raw bytes of a chunk
     device: str = ""
     direction: str = ""

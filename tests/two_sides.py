@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedquilt import wire
+from fedquilt.blobs.carriers import Carriers
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import BlobRef, WireError
@@ -35,16 +36,22 @@ class Side:
         self.refused: set[tuple[str, str]] = set()
         self.undecodable = 0
         self.errors: dict[tuple[str, str], str | None] = {}
-        way: wire.Direction = "up" if device else "dn"
+        self._way: wire.Direction = "up" if device else "dn"
+        self._settings = settings
+        self.carry(None)
+        self.link.subscribe(TOPICS.for_device(device) if device else TOPICS.for_coordinator())
+
+    def carry(self, carriers: Carriers | None) -> None:
+        """Begin anew, with carriers beside the link."""
         self.transfers = Transfers(
             self.link,
             self.depot,
             TOPICS,
-            way,
+            self._way,
             lambda device, sha256: (device, sha256) not in self.refused,
-            **settings,  # type: ignore[arg-type]
+            carriers=carriers,
+            **self._settings,  # type: ignore[arg-type]
         )
-        self.link.subscribe(TOPICS.for_device(device) if device else TOPICS.for_coordinator())
 
     def fds(self) -> Sequence[int]:
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedquilt import wire
-from fedquilt.core import BlobRef, Profile, Task, Update, Usage, Wired, Work
+from fedquilt.core import BlobRef, Place, Placed, Profile, Source, Task, Update, Usage, Wired, Work
 
 SHA = "ab" * 32
 NUMBERED = {"job": "digits-1", "round": 3, "attempt": 0}
@@ -40,5 +40,7 @@ MESSAGES: list[Wired] = [
     wire.Get(sha256=SHA, chunk=1024, indices=(0, 5)),
     wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
     wire.Missing(sha256=SHA, reason="not offered"),
+    Place(sha256=SHA, way="get", sources=(Source(url=f"https://c.site:8443/blobs/{SHA}", token="abc"),)),
+    Placed(sha256=SHA, moved=1500, done=True),
     wire.Hello(attempt="0123456789abcdef", flight=2, tls="AAAA"),
 ]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from fedquilt import methods, open_metrics, progress
+from fedquilt import heap, methods, open_metrics, progress
 from fedquilt.coordinator import eligibility, rollouts
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
@@ -31,6 +31,7 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.places import Where
 from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
@@ -200,18 +201,20 @@ def coordinate(
     identity: Identity | None = None,
     metrics: str | None = None,
     limits: Limits = Limits(),
+    where: Where = Where(),
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
     `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
     signed: it takes messages of boards alone that have proved to be who they say. `metrics` is HOST:PORT, where they
-    are served.
+    are served; `where` are places of blobs beside the broker.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's, or metrics cannot be served.
+        JobError: boards would not take the identity for the coordinator's, or metrics or blobs cannot be served.
     """
+    heap.keep_pieces()
     noted = Boards(store.home)
-    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted, identity)
+    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted, identity, where)
     store.note_signed(identity is not None)
     counts = Exposed(noted.known)
 
@@ -223,6 +226,8 @@ def coordinate(
     with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
         if place:
             console.say(f"metrics at {place}")
+        if executor.places.served:
+            console.say(f"blobs at {executor.places.served}")
 
         def ask() -> bool:
             watch()

@@ -2,7 +2,8 @@
 
 Time-outs follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing arrives at all.
 The window opens by one chunk for each that arrives and is halved when one is overdue, so that a
-slow line is flooded neither at the start nor later.
+slow line is flooded neither at the start nor later. A chunk is also given up when OVERTAKEN that were requested after
+it are here, as in TCP's fast retransmit (RFC 5681): a broker delivers in order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fedquilt.core import BlobRef
 
 WINDOW: Final = 8  # chunks in flight at once, for one blob
 BATCH: Final = 4  # chunks requested in one message
+OVERTAKEN: Final = 3  # arrivals of chunks requested later, after which one counts as lost
 PATIENCE_S: Final = 300.0
 
 _START_WINDOW: Final = 2
@@ -48,7 +50,9 @@ class Pull:
         self._missing_chunks = 0
         self._cuts = 0
         self._window = _START_WINDOW
-        self._asked: dict[int, float] = {}  # index -> time of the last request
+        self._asked: dict[int, float] = {}  # index -> time of the last request, in the order of requests
+        self._overtaken: dict[int, int] = {}  # index of a request -> later ones that were answered
+        self._lost = False  # a request was overtaken since the last look
         self._times: dict[int, tuple[float, float]] = {}  # index -> times of the first and the last request
         self._srtt_s: float | None = None
         self._heard_s = self._progress_s = now_s
@@ -56,6 +60,7 @@ class Pull:
         self._bad_run = 0
         self._doubted = False
         self._hold_s = -math.inf
+        self.held = False  # its chunks come another way
 
     @property
     def done(self) -> bool:
@@ -81,6 +86,8 @@ class Pull:
     @property
     def due_s(self) -> float:
         """Time by which `requests` should be called again."""
+        if self.held:
+            return math.inf
         if not self._asked:
             return self._hold_s
         return min(min(self._asked.values()) + self.timeout_s, self._progress_s + self._patience_s)
@@ -89,7 +96,10 @@ class Pull:
 
     def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
         """Messages to send now, requesting at most `room_bytes` beyond the outstanding ones."""
-        late = self._expire(now_s)
+        if self.held:
+            return []
+        late = self._expire(now_s) or self._lost
+        self._lost = False
         if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
             return []
         if self.manifest is None:
@@ -103,6 +113,7 @@ class Pull:
     def _get(self, indices: tuple[int, ...], now_s: float) -> wire.Get:
         for index in indices or (MANIFEST,):
             self._asked[index] = now_s
+            self._overtaken.pop(index, None)
             self._times[index] = (self._times.get(index, (now_s,))[0], now_s)
         return wire.Get(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
 
@@ -170,6 +181,7 @@ class Pull:
         """Take a chunk; True: it is new and right, write it at its extent."""
         if self.manifest is None or not 0 <= index < len(self.had):
             return False
+        self._overtake(index)
         self._heard(index, now_s)
         if self.had[index]:
             self.duplicates += 1
@@ -205,6 +217,22 @@ class Pull:
                 took_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
             self._srtt_s = took_s if self._srtt_s is None else self._srtt_s + (took_s - self._srtt_s) / 8
 
+    def _overtake(self, index: int) -> None:
+        """Give up requests that were made before this one, and have seen later ones answered too often."""
+        if index not in self._asked:
+            return
+        earlier = []
+        for other in self._asked:
+            if other == index:
+                break
+            earlier.append(other)
+        for other in earlier:
+            self._overtaken[other] = self._overtaken.get(other, 0) + 1
+            if self._overtaken[other] >= OVERTAKEN:
+                del self._asked[other], self._overtaken[other]
+                self._window = max(1, self._window // 2)
+                self._lost = True
+
     def _progress(self, now_s: float) -> None:
         self._progress_s = now_s
         self._bad_run = 0
@@ -227,6 +255,21 @@ class Pull:
         self._heard_s = self._progress_s = now_s
         if chunk < self.chunk or self.manifest is None:
             self.chunk, self.manifest = chunk, None
+
+    def hold(self) -> None:
+        """Request nothing until `release`: the chunks come another way."""
+        self.held = True
+        self._asked.clear()
+        self._times.clear()
+
+    def release(self, had: bytes | bytearray | None, now_s: float) -> None:
+        """Request again; `had` is which chunks are here, as of `start`, if that has changed."""
+        self.held = False
+        if had is not None:
+            self.start(had)
+        self.backoff, self._window = 0, _START_WINDOW
+        self._heard_s = now_s
+        self._progress(now_s)
 
     def park(self, now_s: float) -> None:
         """Let other downloads go first: time stands still for this one until `unpark`."""

@@ -82,9 +82,9 @@ class Lodger(Depot):
         self._make()
         return super().resume(manifest)
 
-    def finish(self, ref: BlobRef) -> None:
+    def finish(self, ref: BlobRef, digest: str | None = None) -> None:
         """Move a complete part to the shared folder."""
-        super().finish(ref)
+        super().finish(ref, digest)
         self._shared.depot.adopt(self._at(ref.sha256), ref)
         self._held(ref)
 

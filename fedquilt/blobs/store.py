@@ -46,8 +46,7 @@ SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
     errno.EDQUOT: "the quota is used up; free some space or use another folder",
-    errno.EACCES: "this user may not write there; change its owner or use another folder",
-    errno.EPERM: "this user may not write there; change its owner or use another folder",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "this user may not write there; change its owner or the folder"),
     errno.EROFS: "it is mounted read-only; use another folder",
 }
 
@@ -108,10 +107,9 @@ class Depot:
         """Reference of a whole blob, if it is here; it is not read."""
         if self._pack is not None and (size := self._pack.size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
-        try:
+        found = None
+        with suppress(OSError):
             found = self.disk.stat(self._at(sha256))
-        except OSError:
-            return None
         return None if found is None else BlobRef(sha256=sha256, size=found.size)
 
     def has(self, ref: BlobRef) -> bool:
@@ -138,6 +136,11 @@ class Depot:
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256, offset, size)
             return self.disk.read(self._at(sha256), offset, size)
+
+    def opened(self, sha256: str) -> int:
+        """Descriptor of a whole blob's file, for reading; who receives its bytes checks them, as of `read`."""
+        with self._doing(f"read blob {sha256[:12]}"):
+            return self.disk.opened(self._at(sha256))
 
     def load(self, sha256: str) -> bytes | None:
         """Read a whole blob; None: it is not here, or damaged."""
@@ -296,20 +299,20 @@ class Depot:
                     had[index] = chunks.is_chunk(manifest, index, self.disk.read(part, offset, size))
         return had
 
-    def write(self, sha256: str, offset: int, payload: bytes) -> None:
-        """Write a verified chunk into a part that `resume` opened."""
+    def write(self, sha256: str, offset: int, payload: bytes | memoryview) -> None:
+        """Write bytes into a part that `resume` opened: a verified chunk, or what is verified at the end."""
         with self._doing(f"receive blob {sha256[:12]}"):
             self.disk.write_at(self._part(sha256), payload, offset)
 
-    def finish(self, ref: BlobRef) -> None:
-        """Turn a complete part into the whole blob.
+    def finish(self, ref: BlobRef, digest: str | None = None) -> None:
+        """Turn a complete part into the whole blob; `digest` is that of its bytes, if they were hashed as they came.
 
         Raises:
             DamagedBlobError: its bytes are not the blob's; the part is gone.
         """
         part = self._part(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
-            if self._synced(part) != ref:
+            if self._synced(part, digest) != ref:
                 self.disk.unlink(part)
                 raise _arrived_damaged(ref)
             self._place(part, ref.sha256)
@@ -331,10 +334,9 @@ class Depot:
                 yield entry
 
     def _is_file(self, ref: BlobRef) -> bool:
-        try:
+        found = None
+        with suppress(OSError):
             found = self._sound(ref.sha256)
-        except OSError:
-            return False
         return found is not None and found.size == ref.size
 
     def _sound(self, sha256: str, *, opens: bool = False) -> Found | None:
@@ -355,14 +357,14 @@ class Depot:
         self.disk.touch(path)  # it is kept for a day from now on
         self.disk.replace(path, f"{path}.damaged")
 
-    def _synced(self, path: str) -> BlobRef:
+    def _synced(self, path: str, digest: str | None = None) -> BlobRef:
         """Reference of what a file holds, which is on the disk first if the depot is durable."""
         if self._durable:
             self.disk.sync(path)
         found = self.disk.stat(path)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return BlobRef(sha256=self.disk.digest(path), size=found.size)
+        return BlobRef(sha256=digest or self.disk.digest(path), size=found.size)
 
     def _store(self, payload: bytes, sha256: str) -> None:
         with self._temporary() as path:
@@ -395,5 +397,4 @@ class Depot:
 
 
 def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:
-    said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
-    return chunks.DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")
+    return chunks.DamagedBlobError(f"blob {ref.sha256[:12]} arrived with other content than its name says: ask anew")

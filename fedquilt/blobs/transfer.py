@@ -13,22 +13,24 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
+from fedquilt.blobs.carriers import Carriers
 from fedquilt.blobs.chunks import MANIFEST, Item, Serve
 from fedquilt.blobs.download import PATIENCE_S, Pull
 from fedquilt.blobs.store import Depot
-from fedquilt.core import BlobRef, FedquiltError, LinkError, StoreError, Wired
+from fedquilt.blobs.streaming import Streaming
+from fedquilt.core import BlobRef, FedquiltError, LinkError, Place, Placed, StoreError, Wired
 from fedquilt.transport.link import Link
 
 log = logging.getLogger("fedquilt.blobs.transfer")
 
 Key = tuple[str, str]  # device, sha256
 
-_LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk"})
+_LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
 _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
 _OFFLINE_POLL_S: Final = 1.0
 _CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
@@ -53,10 +55,11 @@ class Transfers:
         budget_bytes: int = 4 << 20,
         max_pulls: int = 16,
         patience_s: float = PATIENCE_S,
+        carriers: Carriers | None = None,
     ) -> None:
         """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
 
-        `max_pulls` are active at once, the others wait; one whose peer is silent goes behind them.
+        `max_pulls` are active at once, the others wait, silent ones last. `carriers` move blobs beside the link.
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
@@ -74,6 +77,7 @@ class Transfers:
         self._open: dict[Key, Pull] = {}  # active, the longest without a request first
         self._done: list[tuple[str, str, str | None]] = []
         self._serve = Serve(budget_bytes)
+        self._streaming = Streaming(carriers or Carriers(), depot, self._publish)
         self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the latest ones
         self._traffic: Counter[tuple[str, wire.Direction]] = Counter()
         self._strain_s: dict[str, float] = {}
@@ -83,6 +87,10 @@ class Transfers:
         self._session = link.session
 
     # -- what the owner asks --
+
+    def fds(self) -> Sequence[int]:
+        """What wakes the owner when a transfer beside the link has ended."""
+        return self._streaming.fds()
 
     def want(self, device: str, ref: BlobRef) -> None:
         """Fetch a blob from a device (an agent names itself); `take_done` reports its arrival."""
@@ -142,6 +150,10 @@ class Transfers:
             self._take_chunk(key, route.index, payload, now_s)
         elif route.leaf == "manifest":
             self._take_manifest(key, wire.decode(payload, wire.Manifest), now_s)
+        elif route.leaf == "place":
+            self._take_place(key, wire.decode(payload, Place))
+        elif route.leaf == "placed":
+            self._streaming.placed(key, wire.decode(payload, Placed), now_s)
         else:
             missing = wire.decode(payload, wire.Missing)
             if pull := self._pulls.get(key):
@@ -178,8 +190,24 @@ class Transfers:
             else:
                 self._complete(key, pull)
 
+    def _take_place(self, key: Key, place: Place) -> None:
+        if place.way == "get" and key in self._wanted:
+            self._streaming.place(key, place)
+        elif place.way == "put" and self._allowed(*key) and (ref := self._depot.ref(key[1])) is not None:
+            self._streaming.put(key, ref, place)
+
+    def _take_streamed(self, now_s: float) -> None:
+        """Go on with blobs that have come beside the link, or have not."""
+        for ended, moved in self._streaming.take_ended(now_s):
+            self._traffic[ended.key[0], self._other] += moved
+            if ended.error is None or ended.disk:
+                self._end(ended.key, ended.error)
+            else:
+                self._complete(ended.key, self._pulls[ended.key])
+
     def _complete(self, key: Key, pull: Pull) -> None:
         if pull.done and pull.manifest is not None:
+            self._streaming.forget(key)
             try:
                 if not _whole(pull.manifest):
                     self._depot.finish(pull.ref)
@@ -198,6 +226,7 @@ class Transfers:
             self._forget(other)
 
     def _forget(self, key: Key) -> None:
+        self._streaming.forget(key)
         places: tuple[dict[Key, Any], ...] = (self._wanted, self._waiting, self._pulls, self._open)
         for place in places:
             place.pop(key, None)
@@ -210,10 +239,12 @@ class Transfers:
 
     def step(self, now_s: float) -> float:
         """Publish everything due; returns when to call again."""
+        self._take_streamed(now_s)
+        due_s = [self._streaming.step(now_s)]
         if not self._wanted and not self._serve:
-            return math.inf
+            return due_s[0]
         if not self._link.connected:
-            return now_s + _OFFLINE_POLL_S
+            return min(now_s + _OFFLINE_POLL_S, *due_s)
         try:
             chunk = chunks.chunk_for(self._link.max_payload)
         except LinkError as error:
@@ -221,11 +252,16 @@ class Transfers:
                 self._end(key, str(error))
         else:
             self._admit(chunk, now_s)
+            for key, pull in self._open.items():
+                self._streaming.begin(key, pull, now_s)
             while self._request(now_s):
                 self._admit(chunk, now_s)
+        for device, sha256 in self._streaming.ready():
+            if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
+                self._streaming.offer(device, ref)
         while (item := self._serve.take(self._link.backlog)) is not None:
             self._send(item)
-        due_s = [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
+        due_s += [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
         if self._serve:
             due_s.append(now_s + _DRAIN_POLL_S)
         return min(due_s, default=math.inf)
@@ -279,6 +315,8 @@ class Transfers:
             manifest = self._manifest(device, get.sha256, get.chunk)
         except FedquiltError as error:
             return self._refuse(device, get.sha256, str(error))
+        if not _whole(manifest):
+            self._streaming.offer(device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices)
         if get.indices and manifest.chunk == get.chunk:
             for index in get.indices:
                 if index < chunks.count(manifest):

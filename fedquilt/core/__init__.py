@@ -70,6 +70,11 @@ from fedquilt.core.method import (
     expected,
     expects,
 )
+from fedquilt.core.places import (
+    Place,
+    Placed,
+    Source,
+)
 from fedquilt.core.seeds import (
     derive_seed,
     derived,
@@ -122,6 +127,8 @@ __all__ = [
     "Name",
     "OperatingPoint",
     "Order",
+    "Place",
+    "Placed",
     "Power",
     "Profile",
     "Rates",
@@ -131,6 +138,7 @@ __all__ = [
     "Sentence",
     "Settle",
     "Site",
+    "Source",
     "Step",
     "StoreError",
     "Task",

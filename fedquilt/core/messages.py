@@ -226,3 +226,4 @@ class Profile(Told, frozen=True):
     provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
     codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
     labels: Annotated[tuple[Word, ...], Meta(max_length=32)] = ()  # what its owner calls it by: `fedquilt.labels`
+    carriers: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()  # of blobs, beside the broker: "http"

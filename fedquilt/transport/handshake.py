@@ -68,6 +68,13 @@ class Identity:
         """Begin as the coordinator."""
         return Handshake(self._context(ssl.PROTOCOL_TLS_SERVER), server=True)
 
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """TLS of a connection of its own: either side shows its certificate and checks the other's.
+
+        Whose that is, `peer_of` says: no host's name is checked.
+        """
+        return self._context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+
     def require_coordinator(self) -> None:
         """Check that boards will take this certificate for the coordinator's.
 
@@ -162,12 +169,17 @@ class Handshake:
     @property
     def peer(self) -> str:
         """The common name in the other side's certificate; "": it has none, or is an observer's."""
-        told = self._tls.getpeercert() or {}
-        subject = cast(Sequence[Sequence[tuple[str, str]]], told.get("subject", ()))
-        parts = [pair for several in subject for pair in several]
-        names = [value for kind, value in parts if kind == "commonName"]
-        watches = ("organizationalUnitName", OBSERVER) in parts
-        return names[0] if len(names) == 1 and not watches else ""
+        return peer_of(self._tls)
+
+
+def peer_of(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
+    """The common name in the other side's certificate; "": it has none, or is an observer's."""
+    told = tls.getpeercert() or {}
+    subject = cast(Sequence[Sequence[tuple[str, str]]], told.get("subject", ()))
+    parts = [pair for several in subject for pair in several]
+    names = [value for kind, value in parts if kind == "commonName"]
+    watches = ("organizationalUnitName", OBSERVER) in parts
+    return names[0] if len(names) == 1 and not watches else ""
 
 
 class Session:

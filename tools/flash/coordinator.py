@@ -31,6 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import config, open_metrics
+from fedquilt.coordinator.places import Where
 from fedquilt.core import JobError
 from fedquilt.core.messages import Name
 from fedquilt.transport.broker import Broker
@@ -67,12 +68,21 @@ class DashTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     names: tuple[str, ...] = ()
 
 
+class BlobsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[blobs]: as the options --blobs-http, --blobs-url and --blobs-s3 of `fedquilt serve`."""
+
+    http: str | None = None
+    url: str | None = None
+    s3: str | None = None
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A coordinator.toml."""
 
     broker: BrokerTable
     fleet: Name = "fleet"
     metrics: str | None = None
+    blobs: BlobsTable = BlobsTable()
     enrol: EnrolTable | None = None
     dash: DashTable | None = None
 
@@ -109,8 +119,11 @@ def read(path: Path) -> Coordinator:
         given = {key: getattr(known.broker, key) for key in FILES if getattr(known.broker, key) is not None}
         here: dict[str, Any] = {key: str(path.parent / value) for key, value in given.items()}
         Broker.parse(known.broker.url, **here)
-        if odd := re.search(r"[\s%$\"'\\]", known.broker.url):
-            raise JobError(f"[broker] url: {odd[0]!r} has no place in an address")
+        blobs = {name: value for name in ("http", "url", "s3") if (value := getattr(known.blobs, name)) is not None}
+        for key, address in (("[broker] url", known.broker.url), *((f"[blobs] {name}", blobs[name]) for name in blobs)):
+            if odd := re.search(r"[\s%$\"'\\]", address):
+                raise JobError(f"{key}: {odd[0]!r} has no place in an address")
+        Where(known.blobs.http, known.blobs.url)
         if known.metrics is not None:
             open_metrics.address(known.metrics)
         if known.enrol is not None:
@@ -126,6 +139,7 @@ def read(path: Path) -> Coordinator:
         words += [f"--{key.replace('_', '-')}", f"{folder}/{FILES[key]}"]
     if known.metrics is not None:
         words += ["--metrics", known.metrics]
+    words += [word for name, value in blobs.items() for word in (f"--blobs-{name}", value)]
     files["coordinator.toml"] = path.read_bytes()  # for people: the units have all that it says
     enrol = None if known.enrol is None else _enrolling(known.enrol)
     dash = None if known.dash is None else _dash(known.dash)

@@ -124,7 +124,7 @@ class SimDisk(Disk):
         self._ask("write", path, lambda: put(payload[: len(payload) // 2]))
         put(bytes(payload))
 
-    def write_at(self, path: Place, payload: bytes, offset: int) -> None:
+    def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
         """See `Disk`."""
         file = self._file(path)
 
@@ -133,7 +133,7 @@ class SimDisk(Disk):
             file.data = data[:offset] + part + data[offset + len(part) :]
             file.mtime_ns = self.platter.wall_ns()
 
-        self._ask("write", path, lambda: put(payload[: len(payload) // 2]))
+        self._ask("write", path, lambda: put(bytes(payload[: len(payload) // 2])))
         put(bytes(payload))
 
     def resize(self, path: Place, size: int) -> None:

@@ -273,6 +273,16 @@ def serving(site: Path, text: str = "") -> Coordinator:
     return coordinator.read(site / "coordinator.toml")
 
 
+def test_a_coordinator_s_places_of_blobs_are_options_of_its_service(site: Path) -> None:
+    made = serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\nurl = "https://hub.site:8443"\ns3 = "https://s.site/b"\n')
+    told = " ".join(made.serve)
+    assert "--blobs-http 0.0.0.0:8443 --blobs-url https://hub.site:8443 --blobs-s3 https://s.site/b" in told
+    with pytest.raises(JobError, match="--blobs-url"):
+        serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\n')
+    with pytest.raises(JobError, match=r"\[blobs\] s3"):
+        serving(site, '[blobs]\ns3 = "https://s.site/b $(id)"\n')
+
+
 @pytest.mark.parametrize("role", ["agent", "runner", "coordinator"])
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, role: str) -> None:
     """Every directive is one, every value is understood; and no unit is more exposed than it says in docs/boards.md."""

@@ -1,0 +1,197 @@
+"""Carriers of blobs beside the link: what moves bytes in threads of its own, and tells the loop how it ended.
+
+A loop starts jobs and looks at `take_ended`; `fds` wakes it. It never waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from fedquilt.blobs.intake import Intake
+from fedquilt.blobs.store import Depot
+from fedquilt.core import BlobRef, FedquiltError, LinkError, Source, StoreError
+from fedquilt.transport.handshake import Identity
+
+if TYPE_CHECKING:
+    from fedquilt.blobs import over_http
+
+log = logging.getLogger("fedquilt.blobs.carriers")
+
+JOBS_MOST: Final = 2  # at once, on a board
+HTTP: Final = "http"
+
+Key = tuple[str, str]  # device, sha256
+
+
+class Ended(NamedTuple):
+    """End of a job."""
+
+    key: Key
+    intake: Intake | None  # None: the blob was put somewhere
+    error: str | None
+    later: bool = False  # the same places may do after a while
+    disk: bool = False  # it is this side's disk that refuses
+    source: int = 0  # which place took the blob
+
+
+class Carriers:
+    """Of a board: it knows no places but those that the coordinator names.
+
+    Args:
+        identity: this side's certificate, for the coordinator's server; None: unsigned.
+        ca: authority of stores' certificates, beside those of the system.
+        most: jobs at once.
+    """
+
+    def __init__(self, identity: Identity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
+        self._identity, self._ca, self._most = identity, ca, most
+        self._reached: over_http.Reach | None = None
+        self._ended: deque[tuple[Ended, int]] = deque()  # with the number of jobs that have ended by it
+        self._running = 0
+        self._wake: int | None = None
+
+    # -- what a coordinator adds --
+
+    def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
+        """Places where a device can fetch a blob."""
+        return ()
+
+    def accepts(self, device: str, intake: Intake) -> tuple[Source, ...]:
+        """Places where a device can put a blob; an own server writes it into the intake."""
+        return ()
+
+    def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
+        """Places where this side fetches what a device says that it has put there; (): nowhere."""
+        return ()
+
+    def over(self, key: Key) -> None:
+        """A transfer has ended, or goes another way: its places are closed."""
+
+    def take_ready(self) -> list[Key]:
+        """Blobs that are at a place since the last call, and the devices that asked for them meanwhile."""
+        return []
+
+    # -- for a loop --
+
+    def fds(self) -> Sequence[int]:
+        """What wakes the loop when a job has ended."""
+        return () if self._wake is None else (self._wake,)
+
+    @property
+    def free(self) -> bool:
+        """Whether a job can be started."""
+        return self._running < self._most
+
+    def take_ended(self) -> list[Ended]:
+        """Jobs that have ended since the last call."""
+        if self._wake is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        found = []
+        while self._ended:
+            ended, jobs = self._ended.popleft()
+            self._running -= jobs
+            found.append(ended)
+        return found
+
+    def tell(self, ended: Ended, jobs: int = 0) -> None:
+        """Note the end of a transfer, from any thread, and wake the loop."""
+        self._ended.append((ended, jobs))
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
+
+    def rests_until_s(self, sources: Sequence[Source]) -> float:
+        """When one of these places may be tried, on the monotonic clock."""
+        reached = self._reached
+        return min((reached.rests_until_s(each) for each in sources), default=math.inf) if reached else -math.inf
+
+    def fetch(self, key: Key, intake: Intake, sources: Sequence[Source]) -> None:
+        """Fetch a blob in a thread."""
+
+        def job() -> Ended:
+            from fedquilt.blobs import over_http
+
+            try:
+                over_http.fetch(self._reach(), sources, intake)
+            except (LinkError, StoreError) as error:
+                later = isinstance(error, over_http.CarrierError) and error.later
+                return missed(key, intake, error, later=later)
+            return Ended(key, intake, None)
+
+        self.start(job, Ended(key, intake, "the transfer ended by a mistake in the program"))
+
+    def put(
+        self, key: Key, depot: Depot, ref: BlobRef, sources: Sequence[Source], moved: Callable[[int], None]
+    ) -> None:
+        """Put a blob in a thread; `moved` is called there with the bytes of each piece."""
+
+        def job() -> Ended:
+            from fedquilt.blobs import over_http
+
+            file = -1
+            try:
+                file = depot.opened(ref.sha256)
+                return Ended(key, None, None, source=over_http.put(self._reach(), sources, file, ref, moved))
+            except (LinkError, StoreError) as error:
+                return Ended(key, None, str(error))
+            finally:
+                if file >= 0:
+                    os.close(file)
+
+        self.start(job, Ended(key, None, "the transfer ended by a mistake in the program"))
+
+    def give_up(self, key: Key, intake: Intake, reason: str) -> None:
+        """End a transfer that others have let go of; what of the blob is here is looked for in a thread."""
+        failed = Ended(key, intake, reason)
+        self.start(lambda: missed(key, intake, LinkError(reason)), failed)
+
+    def _reach(self) -> over_http.Reach:
+        from fedquilt.blobs import over_http
+
+        if self._reached is None:
+            self._reached = over_http.Reach(self._identity, self._ca)
+        return self._reached
+
+    def ask(self, method: str, source: Source) -> tuple[int, str]:
+        """Ask a place without sending or fetching anything: status and date of its answer. It blocks: for jobs.
+
+        Raises:
+            LinkError: it does not answer.
+        """
+        from fedquilt.blobs import over_http
+
+        return over_http.ask(self._reach(), method, source)
+
+    def start(self, job: Callable[[], Ended], failed: Ended) -> None:
+        """Run a job in a thread; `failed` is told if it ends by a mistake in the program."""
+        if self._wake is None:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._running += 1
+
+        def run() -> None:
+            ended = failed
+            try:
+                ended = job()
+            except Exception:
+                log.exception("a transfer of blob %s has ended", failed.key[1][:12])
+            finally:
+                self.tell(ended, 1)
+
+        threading.Thread(target=run, name="blob", daemon=True).start()
+
+
+def missed(key: Key, intake: Intake, error: FedquiltError, *, later: bool = False) -> Ended:
+    """End of a transfer that has failed, with what of the blob is here."""
+    try:
+        intake.look()
+    except StoreError as full:
+        return Ended(key, intake, str(full), disk=True)
+    return Ended(key, intake, str(error), later, isinstance(error, StoreError))

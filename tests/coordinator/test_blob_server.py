@@ -1,0 +1,347 @@
+"""The coordinator's HTTP server of blobs, asked by hand: who gets what, and what is refused unread."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certified import Certified
+from streamed import Pair
+from two_sides import noise
+from waiting import until
+
+from fedquilt import wire
+from fedquilt.blobs.carriers import Ended
+from fedquilt.blobs.intake import Intake
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import blob_server, places
+from fedquilt.coordinator.blob_server import BlobServer
+from fedquilt.coordinator.places import Where
+from fedquilt.core import BlobRef, JobError
+from fedquilt.transport.handshake import Identity
+
+CHUNK = 64 * 1024
+PAYLOAD = noise(4 * CHUNK)
+
+
+class Site:
+    def __init__(self, folder: Path) -> None:
+        self.depot = Depot(folder / "c")
+        self.ref = self.depot.put(PAYLOAD)
+        self.refused: set[tuple[str, str]] = set()
+        self.ended: list[Ended] = []
+        self.server = BlobServer(
+            "127.0.0.1",
+            0,
+            self.depot,
+            lambda device, sha256: (device, sha256) not in self.refused,
+            self.ended.append,
+        )
+        self.token = self.server.grant("a", self.ref)
+
+    def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[Intake, str]:
+        """An intake for a blob, and the token to put it."""
+        digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
+        sha256 = hashlib.sha256(payload).hexdigest()
+        manifest = wire.Manifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)
+        intake = Intake(self.depot, manifest, self.depot.resume(manifest), through=True)
+        return intake, self.server.grant("a", intake.ref, intake)
+
+    def ask(self, request: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the answer; 0 for a connection that ends without one."""
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=30) as sock:
+            sock.sendall(request.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+            return answer_of(sock)
+
+    def get(self, token: str | None = None, sha256: str | None = None, more: str = "") -> tuple[int, bytes]:
+        token = self.token if token is None else token
+        head = f"GET /blobs/{sha256 or self.ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}{more}"
+        status, _, body = self.ask(head)
+        return status, body
+
+    def put(self, token: str, ref: BlobRef, range_: str, length: int, body: bytes) -> int:
+        head = f"PUT /blobs/{ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}\nContent-Length: {length}"
+        return self.ask(f"{head}\nContent-Range: bytes {range_}", body)[0]
+
+
+def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    said = b""
+    while data := sock.recv(1 << 16):
+        said += data
+    head, _, body = said.partition(b"\r\n\r\n")
+    rows = head.decode().split("\r\n")
+    headers = dict(row.split(": ", 1) for row in rows[1:])
+    return int(rows[0].split()[1]) if rows[0] else 0, headers, body
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.server.close()
+
+
+# -- fetching --
+@pytest.mark.parametrize(
+    ("asked", "status", "body"),
+    [
+        ("", 200, PAYLOAD),
+        ("\nRange: bytes=0-", 206, PAYLOAD),
+        ("\nRange: bytes=10-19", 206, PAYLOAD[10:20]),
+        (f"\nRange: bytes={len(PAYLOAD) - 1}-99999999", 206, PAYLOAD[-1:]),
+        (f"\nRange: bytes={len(PAYLOAD)}-", 416, None),
+        ("\nRange: bytes=20-10", 416, None),
+        ("\nRange: bytes=-5", 416, None),
+        ("\nRange: bytes=0-1,5-6", 416, None),
+        ("\nRange: lines=1-2", 416, None),
+    ],
+)
+def test_a_range_of_bytes_is_what_was_asked_for_or_refused(
+    site: Site, asked: str, status: int, body: bytes | None
+) -> None:
+    found = site.get(more=asked)
+    assert found[0] == status
+    assert body is None or found[1] == body
+
+
+def test_a_token_opens_its_blob_for_its_device_and_its_way_alone(site: Site) -> None:
+    other = site.depot.put(b"another's")
+    _, upload = site.upload()
+    site.server.grant("b", other)
+    assert site.get(token="")[0] == 403
+    assert site.get(token="x" * 32)[0] == 403
+    assert site.get(sha256=other.sha256)[0] == 403
+    assert site.get(token=upload)[0] == 403
+    assert site.put(site.token, site.ref, f"0-{len(PAYLOAD) - 1}/{len(PAYLOAD)}", len(PAYLOAD), PAYLOAD) == 403
+    assert site.get()[0] == 200
+
+
+def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site: Site) -> None:
+    site.refused.add(("a", site.ref.sha256))
+    assert site.get()[0] == 403
+    site.refused.clear()
+    site.server.revoke("a", site.ref.sha256, put=False)
+    assert site.get()[0] == 403
+
+
+def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site: Site) -> None:
+    found = [site.get()[0] for _ in range(6)]
+    assert found == [200] * blob_server.AGAIN_MOST + [429] * 2
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        "GET / HTTP/1.1\nHost: x",
+        "GET /blobs/../../etc/passwd HTTP/1.1\nHost: x",
+        "POST /blobs/{sha256} HTTP/1.1\nHost: x",
+        "nonsense",
+        "GET /blobs/{sha256} HTTP/1.1\nHost: x\nHost: y",
+        "GET /blobs/{sha256} HTTP/1.1\nno header",
+        "GET /blobs/{sha256} HTTP/1.1\nHost: x\nX: {long}",
+    ],
+)
+def test_a_request_that_is_none_is_refused(site: Site, request_: str) -> None:
+    filled = request_.format(sha256=site.ref.sha256, long="x" * 10_000)
+    assert site.ask(filled)[0] in (400, 403, 404)
+    assert site.get()[0] == 200
+
+
+# -- putting --
+
+
+def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site: Site) -> None:
+    payload = noise(4 * CHUNK, 7)
+    intake, token = site.upload(payload)
+    ref, size = intake.ref, len(payload)
+    with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+        head = f"PUT /blobs/{ref.sha256} HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {size}\r\n"
+        sock.sendall(f"{head}Content-Range: bytes 0-{size - 1}/{size}\r\n\r\n".encode() + payload[:100_000])
+    until(lambda: intake.moved == 100_000, "what has come is written")
+    status, headers, _ = site.ask(f"HEAD /blobs/{ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")
+    assert (status, headers["Upload-Offset"]) == (204, "100000")
+    assert site.put(token, ref, f"100000-{size - 1}/{size}", size - 100_000, payload[100_000:]) == 204
+    assert site.depot.load(ref.sha256) == payload
+    assert [(each.key, each.error) for each in site.ended] == [(("a", ref.sha256), None)]
+
+
+@pytest.mark.parametrize(
+    ("range_", "length"),
+    [
+        ("0-{last}/{size}", 5),
+        ("0-{last}/{size}", 10**12),
+        ("0-{size}/{more}", None),
+        ("1-{last}/{size}", None),
+        ("5-2/{size}", 3),
+        ("*/{size}", 3),
+    ],
+)
+def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(
+    site: Site, range_: str, length: int | None
+) -> None:
+    intake, token = site.upload()
+    size = intake.ref.size
+    named = range_.format(size=size, last=size - 1, more=size + 1)
+    assert site.put(token, intake.ref, named, size if length is None else length, b"x" * 1000) in (409, 411)
+    assert intake.moved == 0
+    assert site.depot.disk.data(site.depot._part(intake.ref.sha256)) == []
+
+
+def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(site: Site) -> None:
+    payload = noise(4 * CHUNK, 7)
+    intake, token = site.upload(payload)
+    wrong = payload[: 2 * CHUNK] + bytes([payload[2 * CHUNK] ^ 1]) + payload[2 * CHUNK + 1 :]
+    assert site.put(token, intake.ref, f"0-{len(wrong) - 1}/{len(wrong)}", len(wrong), wrong) == 409
+    (ended,) = site.ended
+    assert "1 of 4 chunks" in str(ended.error)
+    assert list(intake.had) == [1, 1, 0, 1]
+    assert not site.depot.has(intake.ref)
+
+
+def test_an_upload_that_goes_another_way_meanwhile_is_not_written(site: Site) -> None:
+    intake, token = site.upload()
+    intake.close()
+    size = intake.ref.size
+    assert site.put(token, intake.ref, f"0-{size - 1}/{size}", size, noise(4 * CHUNK, 7)) == 409
+    assert site.ended == []
+
+
+# -- who takes too long, or too many places --
+
+
+def test_a_header_that_comes_byte_by_byte_is_cut_off(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_server, "HEADER_S", 0.3)
+    with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+
+        def dripped() -> bool:
+            try:
+                sock.sendall(b"G")
+                return sock.recv(1, socket.MSG_DONTWAIT) == b""
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
+        until(dripped, "the connection is ended")
+    assert site.get()[0] == 200
+
+
+def test_who_takes_all_its_places_leaves_the_others_theirs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_server, "OF_ONE_MOST", 2)
+    idle = [socket.create_connection(("127.0.0.1", site.server.port), timeout=30) for _ in range(2)]
+    until(lambda: site.server._connections["127.0.0.1"] == 2, "both have a place")
+    with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as third:
+        assert third.recv(1) == b""
+    for sock in idle:
+        sock.close()
+    until(lambda: not site.server._connections, "the places are free again")
+    assert site.get()[0] == 200
+
+
+# -- certificates --
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Certified:
+    return Certified(tmp_path_factory.mktemp("fleet"))
+
+
+def identity(site: Certified, name: str, kind: str = "device") -> Identity:
+    return Identity(site.broker(name, kind))
+
+
+def test_with_certificates_blobs_go_by_https(tmp_path: Path, fleet: Certified) -> None:
+    own = identity(fleet, "coordinator", "coordinator")
+    pair = Pair(tmp_path, "a", own=own, boards=lambda device: identity(fleet, device))
+    board = pair.boards["a"]
+    down, up = pair.coordinator.depot.put(noise(2_000_000, 1)), board.depot.put(noise(2_000_000, 2))
+    board.transfers.want("a", down)
+    pair.coordinator.transfers.want("a", up)
+    pair.play(lambda: bool(board.errors and pair.coordinator.errors))
+    assert pair.places.served.startswith("https://")
+    assert pair.broker.chunks == 0
+    assert board.depot.load(down.sha256) == noise(2_000_000, 1)
+    assert pair.coordinator.depot.load(up.sha256) == noise(2_000_000, 2)
+    pair.close()
+
+
+@pytest.mark.parametrize("who", ["another board", "an observer", "a stranger", "no certificate"])
+def test_a_token_is_of_no_use_to_who_has_not_the_board_s_certificate(
+    tmp_path: Path, fleet: Certified, who: str
+) -> None:
+    if who == "a stranger":
+        (tmp_path / "other").mkdir()
+    theirs = {
+        "another board": lambda: identity(fleet, "b"),
+        "an observer": lambda: identity(fleet, "watcher", "observer"),
+        "a stranger": lambda: identity(Certified(tmp_path / "other"), "a"),
+        "no certificate": lambda: None,
+    }[who]()
+    pair = Pair(tmp_path, "a", own=identity(fleet, "coordinator", "coordinator"), boards=lambda device: theirs)
+    board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(600_000))
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert pair.broker.chunks == 3  # the broker's rules are others
+    pair.close()
+
+
+def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, fleet: Certified) -> None:
+    pair = Pair(tmp_path, "a", own=identity(fleet, "coordinator", "coordinator"), boards=lambda d: identity(fleet, d))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    files = fleet.files("broker", "server")
+    context.load_cert_chain(files["cert"], files["key"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pair.places._base = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(600_000))
+        board.transfers.want("a", ref)
+        pair.play(lambda: bool(board.transfers._streaming._coming))
+        heard = b"never asked"
+        with context.wrap_socket(listener.accept()[0], server_side=True) as sealed:
+            heard = sealed.recv(1000)
+        pair.play(lambda: bool(board.errors))
+    assert heard == b""
+    assert pair.broker.chunks == 3
+    pair.close()
+
+
+# -- addresses --
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"listen": "8443"}, "HOST:PORT"),
+        ({"listen": "0.0.0.0:8443"}, "--blobs-url"),
+        ({"listen": "[::]:8443"}, "--blobs-url"),
+        ({"url": "https://c.site"}, "--blobs-http"),
+        ({"listen": "0.0.0.0:1", "url": "c.site:8443"}, "http[s]://HOST"),
+        ({"listen": "0.0.0.0:1", "url": "https://c.site/x"}, "http[s]://HOST"),
+    ],
+)
+def test_an_address_that_boards_could_not_use_is_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(JobError) as refused:
+        Where(**given)
+    assert said in str(refused.value)
+
+
+def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path: Path, fleet: Certified) -> None:
+    depot = Depot(tmp_path)
+    for url, own in (("https://c.site", None), ("http://c.site", identity(fleet, "coordinator", "coordinator"))):
+        with pytest.raises(JobError, match="certificate"):
+            places.Places(Where("127.0.0.1:0", url), depot, lambda device, sha256: True, own)
+
+
+def test_a_port_that_is_taken_is_named(site: Site) -> None:
+    with pytest.raises(JobError, match="choose another"):
+        BlobServer("127.0.0.1", site.server.port, site.depot, lambda device, sha256: True, site.ended.append)
+
+
+def test_nothing_secret_is_logged(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(0)
+    site.get()
+    site.get(token="wrong-token")
+    assert site.token not in caplog.text
+    assert "wrong-token" not in caplog.text

@@ -1,0 +1,249 @@
+"""Blobs by an S3-compatible store: a real one from a package, and signatures as AWS's own library makes them."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import http.client
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from cutting import Canned, Relay
+from streamed import Pair
+from two_sides import noise
+
+from fedquilt.coordinator import object_store, stored
+from fedquilt.coordinator.object_store import Bucket
+from fedquilt.coordinator.places import Where
+from fedquilt.core import JobError
+
+CHUNK = 256 * 1024
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "verysecret"}
+NOW_S = 1_800_000_000.0
+
+
+# -- signatures --
+@pytest.mark.parametrize("session", ["", "tok/en+=="])
+@pytest.mark.parametrize(
+    ("method", "url", "name", "size"),
+    [
+        ("GET", "https://store.site:9000/bucket", "fleet/dn/" + "ab" * 32, None),
+        ("PUT", "https://s3.eu-central-1.amazonaws.com/bucket/pre fix?region=eu-central-1", "fleet/up/a.b_c/x", 12345),
+        ("DELETE", "http://127.0.0.1:5000/bucket/p~q", "fleet/up/a/x", None),
+        ("HEAD", "https://store.site:443/bucket/prefix", "", None),
+    ],
+)
+def test_an_address_is_signed_as_by_aws_s_own_library(
+    monkeypatch: pytest.MonkeyPatch, method: str, url: str, name: str, size: int | None, session: str
+) -> None:
+    auth = pytest.importorskip("botocore.auth", reason="botocore is not installed: pip install botocore")
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    bucket = Bucket.parse(url, {**KEYS, "AWS_SESSION_TOKEN": session})
+    bucket.clock = lambda: NOW_S
+    ours = bucket.signed(method, name, size)  # type: ignore[arg-type]
+    now = datetime.datetime.fromtimestamp(NOW_S, datetime.timezone.utc)
+    for place in ("get_current_datetime", "datetime"):
+        if hasattr(auth, place):
+            frozen = type("Frozen", (datetime.datetime,), {"utcnow": staticmethod(lambda: now.replace(tzinfo=None))})
+            monkeypatch.setattr(auth, place, (lambda *given: now) if place != "datetime" else _Module(frozen))
+    headers = {} if size is None else {"content-length": str(size)}
+    request = AWSRequest(method, ours.partition("?")[0], headers=headers)
+    keys = Credentials(KEYS["AWS_ACCESS_KEY_ID"], KEYS["AWS_SECRET_ACCESS_KEY"], session or None)
+    auth.S3SigV4QueryAuth(keys, "s3", bucket.region, expires=object_store.EXPIRES_S).add_auth(request)
+    assert sorted(ours.partition("?")[2].split("&")) == sorted(request.url.partition("?")[2].split("&"))
+
+
+class _Module:
+    """Stands for the module `datetime`."""
+
+    def __init__(self, kind: type[datetime.datetime]) -> None:
+        self.datetime, self.timezone = kind, datetime.timezone
+
+
+@pytest.mark.parametrize(
+    "url", ["bucket", "s3://bucket/prefix", "https://store.site", "https://u:p@store.site/b", "https://s.site/b?x=1"]
+)
+def test_an_address_of_no_bucket_is_refused_without_quoting_it(url: str) -> None:
+    with pytest.raises(JobError, match="HOST") as refused:
+        Bucket.parse(url, KEYS)
+    assert "u:p" not in str(refused.value)
+
+
+def test_keys_come_from_the_environment_and_are_shown_nowhere() -> None:
+    with pytest.raises(JobError, match="AWS_ACCESS_KEY_ID"):
+        Bucket.parse("https://store.site/bucket", {})
+    bucket = Bucket.parse("https://store.site/bucket", KEYS)
+    assert "secret" not in repr(bucket)
+    assert "Signature" not in repr(bucket.source("GET", "x"))
+
+
+# -- a store --
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """Its origin."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    made = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    made.start()
+    host, port = made.get_host_and_port()
+    yield f"http://{host}:{port}"
+    made.stop()
+
+
+class Site:
+    """A pair with a bucket, which is reached through a relay."""
+
+    def __init__(self, folder: Path, origin: str, listen: str | None = None) -> None:
+        port = urlsplit(origin).port or 0
+        self.relay = Relay(port)
+        self.bucket = Bucket.parse(f"http://127.0.0.1:{self.relay.port}/bucket/models", KEYS)
+        self.direct = Bucket.parse(f"{origin}/bucket/models", KEYS)
+        _ask(self.direct.signed("PUT", ""), "PUT")
+        self.pair = Pair(folder, "a", "b", where=Where(listen, None, self.bucket))
+        self.pair.others.append(self.relay.close)
+        self.pair.play(lambda: self.pair.places._stored._clock_known)
+
+    def there(self, name: str) -> bool:
+        return _ask(self.direct.signed("HEAD", name), "HEAD") == 200
+
+
+def _ask(url: str, method: str) -> int:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    connection.request(method, f"{parts.path}?{parts.query}")
+    with connection.getresponse() as answer:
+        answer.read()
+        status = answer.status
+    connection.close()
+    return status
+
+
+@pytest.fixture
+def site(tmp_path: Path, moto: str) -> Iterator[Site]:
+    made = Site(tmp_path, moto)
+    yield made
+    made.pair.close()
+
+
+def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> None:
+    """The first board may have begun over the broker."""
+    pair, ref = site.pair, site.pair.coordinator.depot.put(noise(12 * CHUNK))
+    pair.boards["a"].transfers.want("a", ref)
+    pair.broker.chunks_most = 3  # it ends only if the rest comes from the store
+    pair.play(lambda: bool(pair.boards["a"].errors))
+    pair.boards["b"].transfers.want("b", ref)
+    pair.broker.chunks_most = pair.broker.chunks
+    pair.play(lambda: bool(pair.boards["b"].errors))
+    for name, board in pair.boards.items():
+        assert board.errors == {(name, ref.sha256): None}
+        assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert site.there(f"fleet/dn/{ref.sha256}")
+
+
+def test_an_update_goes_by_the_store_and_is_removed_there(site: Site) -> None:
+    pair, board = site.pair, site.pair.boards["a"]
+    ref = board.depot.put(noise(12 * CHUNK, 3))
+    pair.coordinator.transfers.want("a", ref)
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("a", ref.sha256): None}
+    assert pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK, 3)
+    assert pair.broker.chunks == 0
+    pair.play(lambda: not site.there(f"fleet/up/a/{ref.sha256}"))
+
+
+@pytest.mark.parametrize("way", ["dn", "up"])
+def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: Site, way: str) -> None:
+    pair, board = site.pair, site.pair.boards["a"]
+    giver, taker = (pair.coordinator, board) if way == "dn" else (board, pair.coordinator)
+    ref = giver.depot.put(noise(12 * CHUNK, 4))
+    if way == "dn":
+        pair.boards["b"].transfers.want("b", ref)
+        pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._stored._there))
+    pair.broker.chunks = 0
+
+    def cut(number: int) -> int:
+        site.relay.closed = True
+        return 5 * CHUNK + 1000
+
+    site.relay.most = cut
+    taker.transfers.want("a", ref)
+    pair.play(lambda: bool(taker.errors))
+    assert taker.errors == {("a", ref.sha256): None}
+    assert taker.depot.load(ref.sha256) == noise(12 * CHUNK, 4)
+    assert 0 < pair.broker.chunks <= 12
+    assert way == "up" or pair.broker.chunks < 12
+
+
+def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path: Path, moto: str) -> None:
+    site = Site(tmp_path, moto, "127.0.0.1:0")
+    board = site.pair.boards["a"]
+    ref = board.depot.put(noise(12 * CHUNK, 5))
+    site.relay.closed = True
+    site.pair.coordinator.transfers.want("a", ref)
+    site.pair.play(lambda: bool(site.pair.coordinator.errors))
+    assert site.pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK, 5)
+    assert site.pair.broker.chunks == 0
+    site.pair.close()
+
+
+def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all_the_same(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store answers 403 to such an address."""
+    caplog.set_level(0, "fedquilt")
+    pair, board = site.pair, site.pair.boards["a"]
+    ref = pair.coordinator.depot.put(noise(4 * CHUNK, 6))
+    pair.boards["b"].transfers.want("b", ref)
+    pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._stored._there))
+    body = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
+    store = Canned(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    pair.others.append(store.close)
+    site.bucket.origin = f"http://127.0.0.1:{store.port}"
+    pair.broker.chunks = 0
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert pair.broker.chunks == 4
+    assert b"X-Amz-Signature" in store.asked[0]
+    said = " ".join(each.getMessage() for each in caplog.records if each.name.startswith("fedquilt"))
+    assert f"http://127.0.0.1:{store.port} refuses (403 Forbidden)" in said
+    assert "X-Amz" not in said
+    assert "verysecret" not in said
+
+
+def test_a_clock_that_is_years_off_signs_by_the_store_s(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.bucket.clock = lambda: 0.0
+    site.pair.places._stored._clock_known = False
+    site.pair.places._stored.look()
+    site.pair.play(lambda: site.pair.places._stored._clock_known)
+    assert abs(site.bucket.offset_s - time.time()) < 3600
+    stamp = site.bucket.signed("GET", "x").partition("X-Amz-Date=")[2][:4]
+    assert stamp == str(time.gmtime().tm_year)
+    assert "clock" in caplog.text
+
+
+def test_a_date_that_is_none_changes_no_clock() -> None:
+    bucket = Bucket.parse("https://store.site/bucket", KEYS)
+    assert bucket.set_clock("yesterday") == 0.0
+    assert bucket.set_clock(email.utils.formatdate(time.time() + 1e6)) > 9e5
+    assert bucket.offset_s > 9e5
+
+
+def test_a_store_that_refuses_rests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty bucket name: it is asked once, and boards use the broker."""
+    monkeypatch.setattr(stored, "REST_S", 1000.0)
+    site.bucket.path = "/nobucket/models"
+    pair, board = site.pair, site.pair.boards["a"]
+    first, second = (pair.coordinator.depot.put(noise(4 * CHUNK, seed)) for seed in (7, 8))
+    board.transfers.want("a", first)
+    pair.play(lambda: bool(board.errors) and pair.places._stored._not_before_s > time.monotonic())
+    board.transfers.want("a", second)
+    pair.play(lambda: len(board.errors) == 2)
+    assert set(board.errors.values()) == {None}
+    assert pair.places._stored._wanted == {}

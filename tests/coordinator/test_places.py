@@ -1,0 +1,268 @@
+"""Blobs by the coordinator's own HTTP server: both ways, and over the broker for the rest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from cutting import Canned, Relay
+from streamed import Pair, profile
+from two_sides import noise
+
+from fedquilt import wire
+from fedquilt.blobs import streaming
+from fedquilt.blobs.carriers import Carriers
+from fedquilt.blobs.intake import Intake
+from fedquilt.core import Source
+
+MB = 1_000_000
+CHUNK = 256 * 1024
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, "a", "b")
+    yield made
+    made.close()
+
+
+def test_a_board_fetches_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
+    ref, board = pair.coordinator.depot.put(noise(3 * MB)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert board.depot.load(ref.sha256) == noise(3 * MB)
+    assert pair.broker.chunks == 0
+    assert board.transfers.traffic_bytes("a", "dn") == 3 * MB
+
+
+def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
+    board = pair.boards["a"]
+    ref = board.depot.put(noise(3 * MB))
+    pair.coordinator.transfers.want("a", ref)
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("a", ref.sha256): None}
+    assert pair.coordinator.depot.load(ref.sha256) == noise(3 * MB)
+    assert pair.broker.chunks == 0
+    assert pair.coordinator.transfers.traffic_bytes("a", "up") == 3 * MB
+
+
+def test_a_board_that_knows_no_carrier_is_named_no_place(pair: Pair) -> None:
+    ref, board = pair.coordinator.depot.put(noise(MB)), pair.boards["a"]
+    pair.places.said(profile("a", "pigeon"))
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert pair.broker.chunks == 4
+
+
+def test_a_small_blob_comes_over_the_broker_at_once(pair: Pair) -> None:
+    ref, board = pair.coordinator.depot.put(noise(1000)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert pair.broker.chunks == 1
+
+
+# -- connections that break --
+
+
+def relayed(pair: Pair, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Relay:
+    """A relay, by which boards reach the server from now on."""
+    relay = Relay(urlsplit(pair.places.served).port or 0, **given)
+    monkeypatch.setattr(pair.places, "_base", f"http://127.0.0.1:{relay.port}")
+    pair.others.append(relay.close)
+    return relay
+
+
+def cut_once(relay: Relay, most: int) -> None:
+    """The first connection is cut after so many bytes, and nobody gets through any more."""
+
+    def cut(number: int) -> int:
+        relay.closed = True
+        return most
+
+    relay.most = cut
+
+
+@pytest.mark.parametrize("chunk", range(12))
+def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    relay = relayed(pair, monkeypatch)
+    cut_once(relay, chunk * CHUNK + CHUNK // 2)
+    ref, board = pair.coordinator.depot.put(noise(12 * CHUNK)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert relay.connections == 1
+    assert pair.broker.chunks == 12 - chunk
+
+
+@pytest.mark.parametrize("chunk", range(12))
+def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    relay = relayed(pair, monkeypatch)
+    cut_once(relay, chunk * CHUNK + CHUNK // 2)
+    board = pair.boards["a"]
+    ref = board.depot.put(noise(12 * CHUNK))
+    pair.coordinator.transfers.want("a", ref)
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("a", ref.sha256): None}
+    assert pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert relay.connections == 1
+    assert 12 - chunk <= pair.broker.chunks <= 12  # what lay unread at the server is lost with the connection
+
+
+@pytest.mark.parametrize("way", ["dn", "up"])
+def test_connections_that_break_again_and_again_are_gone_on_with(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
+    board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
+    giver, taker = sides if way == "dn" else sides[::-1]
+    ref = giver.depot.put(noise(12 * CHUNK))
+    taker.transfers.want("a", ref)
+    pair.play(lambda: bool(taker.errors))
+    assert taker.errors == {("a", ref.sha256): None}
+    assert taker.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert relay.connections >= 6
+    assert pair.broker.chunks == 0
+    assert board.depot.has(ref)
+
+
+def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    relayed(pair, monkeypatch, most=lambda number: 10 if number == 0 else None)
+    ref, board = pair.coordinator.depot.put(noise(4 * CHUNK)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert pair.broker.chunks == 0
+
+
+def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(offset: int, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if offset <= 5 * CHUNK < offset + len(data) else data
+
+    relayed(pair, monkeypatch, change=change)
+    ref, board = pair.coordinator.depot.put(noise(12 * CHUNK)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert pair.broker.chunks == 1
+
+
+def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair: Pair) -> None:
+    """From what is here: the broker loses all after five chunks."""
+    pair.places.said(profile("a", "pigeon"))
+    pair.broker.chunks_most = 5
+    ref, board = pair.coordinator.depot.put(noise(12 * CHUNK)), pair.boards["a"]
+    board.transfers.want("a", ref)
+    pair.play(lambda: board.transfers.traffic_bytes("a", "dn") == 5 * CHUNK)
+    pair.places.said(profile("a"))
+    pair.coordinator.transfers._streaming.offer("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert board.transfers.traffic_bytes("a", "dn") == 12 * CHUNK
+
+
+def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second blob does not wait for it."""
+    relay = relayed(pair, monkeypatch)
+    relay.close()
+    board = pair.boards["a"]
+    first, second = (pair.coordinator.depot.put(noise(2 * CHUNK, seed)) for seed in (1, 2))
+    board.transfers.want("a", first)
+    pair.play(lambda: bool(board.errors))
+    fetched: list[object] = []
+    monkeypatch.setattr(Carriers, "fetch", lambda *given: fetched.append(given))
+    board.transfers.want("a", second)
+    pair.play(lambda: len(board.errors) == 2)
+    assert board.errors == {("a", first.sha256): None, ("a", second.sha256): None}
+    assert fetched == []
+
+
+def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = relayed(pair, monkeypatch, most=lambda number: None)
+    board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(12 * CHUNK))
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.transfers._streaming._coming))
+    board.transfers.cancel("a", ref.sha256)
+    board.depot.drop(ref.sha256)
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
+    assert relay.connections >= 1
+
+
+# -- answers that are not what was asked for --
+@pytest.mark.parametrize(
+    "head",
+    [
+        "206 Partial Content\r\nContent-Length: {size}\r\nContent-Range: bytes 1-{size}/{size}",
+        "206 Partial Content\r\nContent-Length: 99999999\r\nContent-Range: bytes 0-{last}/{size}",
+        "206 Partial Content\r\nContent-Range: bytes 0-{last}/{size}",
+        "200 OK\r\nTransfer-Encoding: chunked",
+        "206 Partial Content\r\nContent-Length: {size}\r\nContent-Range: bytes 0-{last}/99999999",
+        "403 Forbidden\r\nContent-Length: {size}",
+        "302 Found\r\nLocation: http://127.0.0.1/\r\nContent-Length: {size}",
+        "nonsense",
+    ],
+)
+def test_an_answer_that_is_not_the_range_is_not_written(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, head: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = 4 * CHUNK
+    lines = head.format(size=size, last=size - 1)
+    server = Canned(f"HTTP/1.1 {lines}\r\n\r\n".encode() + b"evil" * CHUNK)
+    monkeypatch.setattr(
+        pair.places, "offers", lambda device, ref: (Source(url=f"http://127.0.0.1:{server.port}/x?secret=1"),)
+    )
+    written: list[int] = []
+    monkeypatch.setattr(Intake, "write", lambda self, piece, turn: written.append(len(piece)))
+    board, ref = pair.boards["a"], pair.coordinator.depot.put(noise(size))
+    board.transfers.want("a", ref)
+    pair.play(lambda: bool(board.errors))
+    assert board.errors == {("a", ref.sha256): None}
+    assert len(server.asked) == 1
+    assert written == []
+    assert pair.broker.chunks == 4
+    assert f"http://127.0.0.1:{server.port}" in caplog.text
+    assert "secret" not in caplog.text
+    server.close()
+
+
+def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest fits what it puts, and that is not the blob it has announced."""
+    board = pair.boards["a"]
+    ref, other = board.depot.put(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
+    (board.depot.folder / ref.sha256).write_bytes(other)
+    digests = "".join(hashlib.sha256(other[at : at + CHUNK]).hexdigest() for at in (0, CHUNK))
+    manifest = wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=CHUNK, digests=digests)
+    monkeypatch.setattr(board.transfers, "_manifest", lambda *given: manifest)
+    pair.coordinator.transfers.want("a", ref)
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert "other content" in str(pair.coordinator.errors["a", ref.sha256])
+    assert pair.coordinator.depot.ref(ref.sha256) is None
+
+
+def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "QUIET_S", 0.2)
+    monkeypatch.setattr(Carriers, "put", lambda *given: None)
+    board = pair.boards["a"]
+    ref = board.depot.put(noise(4 * CHUNK))
+    pair.coordinator.transfers.want("a", ref)
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("a", ref.sha256): None}
+    assert pair.broker.chunks == 4

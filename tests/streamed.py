@@ -1,0 +1,87 @@
+"""An agent and a coordinator that move blobs by HTTP too: over a MemoryBroker in real time, with real sockets."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from two_sides import Side
+from waiting import LIMIT_S
+
+from fedquilt.blobs.carriers import Carriers
+from fedquilt.coordinator.places import Places, Where
+from fedquilt.core import Profile
+from fedquilt.transport.handshake import Identity
+from fedquilt.transport.link import MemoryBroker
+
+
+class Counted(MemoryBroker):
+    """A broker that counts the chunks that it carries; `chunks_most`: it loses those that come later."""
+
+    chunks = 0
+    chunks_most: int | None = None
+
+    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
+        if topic.rpartition("/")[2].isdigit():
+            if self.chunks == self.chunks_most:
+                return
+            self.chunks += 1
+        super()._receive(topic, payload, retain)
+
+
+class Pair:
+    """A coordinator with its server, and boards, each with its carriers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *devices: str,
+        where: Where = Where("127.0.0.1:0"),
+        own: Identity | None = None,
+        boards: Callable[[str], Identity | None] = lambda device: None,
+        **settings: object,
+    ) -> None:
+        self.broker = Counted()
+        self.others: list[Callable[[], None]] = []  # called by `close`
+        self.coordinator = Side(self.broker, folder / "c", **settings)
+        self.places = Places(where, self.coordinator.depot, self.allowed, own)
+        self.coordinator.carry(self.places)
+        self.boards = {device: Side(self.broker, folder / device, device, **settings) for device in devices}
+        for device, side in self.boards.items():
+            side.carry(Carriers(boards(device)))
+            self.places.said(profile(device))
+
+    def allowed(self, device: str, sha256: str) -> bool:
+        return (device, sha256) not in self.coordinator.refused
+
+    def play(self, until: Callable[[], bool]) -> None:
+        """Let both sides work until a condition holds."""
+        end_s = time.monotonic() + LIMIT_S
+        while not until():
+            assert time.monotonic() < end_s, "it takes too long"
+            self.broker.now_s = time.monotonic()
+            self.broker.deliver()
+            sides = [self.coordinator, *self.boards.values()]
+            for side in sides:
+                side.step(time.monotonic())
+            next_s = self.broker.next_s()
+            left_s = 0.01 if next_s is None else min(max(next_s - time.monotonic(), 0.0), 0.01)
+            select.select([fd for side in sides for fd in side.transfers.fds()], [], [], left_s)
+
+    def close(self) -> None:
+        for close in (self.places.close, *self.others):
+            close()
+
+
+def profile(device: str, *carriers: str) -> Profile:
+    return Profile(
+        device=device,
+        board="x86-host",
+        memory_bytes=1,
+        budget_bytes=1,
+        engines=(),
+        versions={},
+        carriers=carriers or ("http",),
+    )
