@@ -166,9 +166,7 @@ class Depot:
         Raises:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
         """
-        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-        if expected is not None and expected != ref:
-            raise arrived_damaged(expected)
+        ref = _ref(payload, expected)
         if self._is_file(ref):  # a stowed blob may be dropped by its user
             return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
@@ -182,9 +180,7 @@ class Depot:
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.put(payload, expected)
-        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-        if expected is not None and expected != ref:
-            raise arrived_damaged(expected)
+        ref = _ref(payload, expected)
         if not self.has(ref):
             self.take_over(ref, self.lay_by(ref, payload))
         return ref
@@ -211,8 +207,8 @@ class Depot:
 
     def give_up(self, ref: BlobRef, place: int) -> None:
         """Drop a blob that was laid by."""
-        if self._pack is not None:
-            self._pack.release(place, ref.size)
+        assert self._pack is not None
+        self._pack.release(place, ref.size)
 
     def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file: linked if the file system can, else copied.
@@ -254,12 +250,11 @@ class Depot:
 
     def drop(self, sha256: str) -> None:
         """Remove a blob, whole or in part."""
-        if self._pack is not None and sha256 in self._pack:
-            with self._doing(f"remove blob {sha256[:12]}"):
-                self._pack.drop(sha256)  # it may have a file as well
-            if not self.disk.is_file(self._at(sha256)):
-                return
         with self._doing(f"remove blob {sha256[:12]}"):
+            if self._pack is not None and sha256 in self._pack:
+                self._pack.drop(sha256)
+                if not self.disk.is_file(self._at(sha256)):  # it may have a file as well
+                    return
             self._verified.forget(sha256)
             for path in (self._at(sha256), self._part(sha256)):
                 self.disk.unlink(path)
@@ -401,3 +396,11 @@ class Depot:
 
     def _doing(self, what: str) -> AbstractContextManager[None]:
         return explained(what, self.folder)
+
+
+def _ref(payload: bytes, expected: BlobRef | None) -> BlobRef:
+    """Reference of bytes, which have to be the blob `expected` if there is one."""
+    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    if expected not in (None, ref):
+        raise arrived_damaged(ref if expected is None else expected)
+    return ref

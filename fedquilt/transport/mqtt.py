@@ -35,7 +35,7 @@ from fedquilt.transport.subscriptions import Subscriptions
 
 log = logging.getLogger(__name__)
 
-RELIABLE_WINDOW: Final = 20  # QoS-1 messages in flight, if the broker's ReceiveMaximum allows
+RELIABLE_WINDOW: Final = 100  # QoS-1 messages in flight, if the broker's ReceiveMaximum allows
 INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
 SMALLEST_CEILING: Final = 16 * KIB
 LINGER_S: Final = 5.0

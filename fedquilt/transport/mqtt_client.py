@@ -110,7 +110,8 @@ class Client(paho.Client):
             came = self._sock.recv(AT_ONCE)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return MQTTErrorCode.MQTT_ERR_SUCCESS
-        except OSError:
+        except OSError as error:
+            self._easy_log(paho.MQTT_LOG_ERR, "failed to receive on socket: %s", error)
             came = b""
         if not came:
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
@@ -134,7 +135,8 @@ class Client(paho.Client):
                 size = self._sock.send(self._output[:AT_ONCE])
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
-            except OSError:
+            except OSError as error:
+                self._easy_log(paho.MQTT_LOG_ERR, "failed to send on socket: %s", error)
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
             del self._output[:size]
             self._written += size
