@@ -76,6 +76,9 @@ class Running:
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
+        held = (row.job.data or {}).get("held")  # as far as the job tells
+        self._held = float(held) if isinstance(held, int | float) and 0 <= held < 1 else tasks.HELD
+        self._alike = tasks.Common(self._held)  # of the running round
         self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
         self._manifests: manifest.Manifests | None = None  # of the running round: what its updates may hold
@@ -125,6 +128,7 @@ class Running:
         if order is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
+        actions = actions or self.rounds.actions
         made = tasks.make_task(
             order,
             blob=self._blob,
@@ -133,8 +137,8 @@ class Running:
             attempt=self.rounds.attempt,
             method=self.job.method,
             engine=engine,
-            held=self._held(),
-            actions=actions or self.rounds.actions,
+            work=self._ask_of(order, engine, actions).work,
+            actions=actions,
             seed=self._seeded(device),
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
@@ -154,19 +158,15 @@ class Running:
             known = Ask(Work(), profile)
             if order is not None:
                 able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
-                uneven = self._half is self.method and self.method.uneven
-                known = tasks.ask_of(order, self.rounds.actions, (able or self.engines)[0], self._held(), uneven)
-                known = known._replace(profile=profile)
+                known = self._ask_of(order, (able or self.engines)[0], self.rounds.actions)._replace(profile=profile)
             self._asks[device] = known
             self._orders.pop(device, None)
             if order is not None:
                 self._keep(device, order)
         return known
 
-    def _held(self) -> float:
-        """Share of a device's examples that is held out, as far as the job tells."""
-        held = (self.job.data or {}).get("held")
-        return float(held) if isinstance(held, int | float) and 0 <= held < 1 else tasks.HELD
+    def _ask_of(self, order: Order, engine: str, actions: tuple[Action, ...]) -> Ask:
+        return self._alike.ask(order, actions, engine, self._half is self.method and self.method.uneven)
 
     def _keep(self, device: str, order: Order) -> None:
         """Keep an order for when its task is made, unless it holds tensors that the others' do not: they take room."""
@@ -356,11 +356,13 @@ class Running:
         self.state = self._load_state(self.rounds.state)
         for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
             held.clear()
+        self._alike = tasks.Common(self._held)
         self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))
-        return tasks.trained_for(self._half.send(self.state, view), self.rounds.epochs.get(device))
+        order = self._alike.order(self._half.send, self.state, view)
+        return tasks.trained_for(order, self.rounds.epochs.get(device))
 
     @property
     def _half(self) -> Method | Settle:

@@ -7,6 +7,7 @@ after `sync` of the file, and that it has its name there only after `sync` of it
 
 from __future__ import annotations
 
+import builtins
 import errno
 import fcntl
 import hashlib
@@ -16,16 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.core import StoreError
+from fedquilt.open_file import OpenFile, Place, write_whole
 
 if TYPE_CHECKING:
     import sqlite3
 
     from _typeshed import WriteableBuffer
-
-Place: TypeAlias = str | Path
 
 BUFFER_BYTES: Final = 256 * 1024
 LOCK_S: Final = 0.05  # seconds between two tries for a lock
@@ -101,7 +101,7 @@ class Disk:
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         """Read `size` bytes from `offset`, fewer at the end; by default all that follow."""
-        with open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
             file.seek(offset)
@@ -113,13 +113,13 @@ class Disk:
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
         """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
-        with open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0) as file:
             file.seek(offset)
             return file.readinto(buffer) or 0
 
     def pieces(self, path: Place) -> Iterator[memoryview]:
         """Read a file piece by piece; a piece holds until the next one is asked for."""
-        with open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
             while size := file.readinto(buffer):
                 yield buffer[:size]
@@ -155,7 +155,7 @@ class Disk:
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._mode)
         try:
-            _write(file, payload, 0)
+            write_whole(file, payload, 0)
         finally:
             os.close(file)
 
@@ -168,7 +168,7 @@ class Disk:
         """Write a part of an existing file."""
         file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            _write(file, payload, offset)
+            write_whole(file, payload, offset)
         finally:
             os.close(file)
 
@@ -180,6 +180,10 @@ class Disk:
                 os.ftruncate(file, size)
         finally:
             os.close(file)
+
+    def open(self, path: Place) -> OpenFile:
+        """Open a file for reading and writing, which is made if it does not exist."""
+        return OpenFile(path, self._mode)
 
     def sync(self, path: Place) -> None:
         """Wait until what a file holds, or which names a folder holds, is on the disk."""
@@ -349,13 +353,6 @@ PRIVATE: Final = Private()
 
 def _found(name: str, stat: os.stat_result) -> Found:
     return Found(name, (stat.st_mode & 0o170000) == 0o040000, stat.st_size, stat.st_mtime_ns, stat.st_ino)
-
-
-def _write(file: int, payload: bytes | memoryview, offset: int) -> None:
-    view = memoryview(payload)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
 
 
 # -- sentences ------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ class Pull:
         """`chunk`: largest for this side, in bytes; `patience_s`: time without progress before giving up."""
         self.ref = ref
         self.chunk = chunk
-        self.manifest: wire.Manifest | None = None
         self.had = bytearray()  # one byte per chunk: 1 if it is written
         self.failed: str | None = None
         self.duplicates = 0
@@ -61,6 +60,9 @@ class Pull:
         self._doubted = False
         self._hold_s = -math.inf
         self.held = False  # its chunks come another way
+        self.manifest: wire.Manifest | None = chunks.single(ref, chunk)
+        if self.manifest is not None:
+            self.start(bytes(1))
 
     @property
     def done(self) -> bool:
@@ -254,7 +256,7 @@ class Pull:
         self._window = _START_WINDOW
         self._heard_s = self._progress_s = now_s
         if chunk < self.chunk or self.manifest is None:
-            self.chunk, self.manifest = chunk, None
+            self.chunk, self.manifest = chunk, chunks.single(self.ref, chunk)
 
     def hold(self) -> None:
         """Request nothing until `release`: the chunks come another way."""

@@ -4,7 +4,7 @@
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
     <sha256>.damaged  was whole, and holds other bytes now: out of use, and removed after a day
     <random>.tmp      being written by `put` or `put_file`
-    small.pack        small blobs that only one process reads (`stow`), if the depot is not durable
+    small.pack        small blobs that one process stores and drops soon (`stow`), once it has the depot alone
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
 process is killed or the power fails, a file with that name is whole. A part carries no record of
@@ -27,13 +27,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.pack import Pack
+from fedquilt.blobs.explained import arrived_damaged, explained
+from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.disk import REAL, Disk, Found
@@ -42,13 +43,8 @@ log = logging.getLogger("fedquilt.blobs.store")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STALE_S: Final = 24 * 3600.0
+PACK: Final = "small.pack"
 SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
-_MENDS: Final = {
-    errno.ENOSPC: "the disk is full; free some space or use another folder",
-    errno.EDQUOT: "the quota is used up; free some space or use another folder",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "this user may not write there; change its owner or the folder"),
-    errno.EROFS: "it is mounted read-only; use another folder",
-}
 
 
 class Depot:
@@ -82,7 +78,18 @@ class Depot:
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
-            self._pack = None if durable else Pack(f"{self._prefix}small.pack")
+            self._pack = None if durable else self._opened_pack()
+
+    def alone(self) -> None:
+        """Take the depot for this process alone to stow in: small blobs share a file, and a wait for the disk."""
+        with self._doing("open the small blobs"):
+            self._pack = self._pack or self._opened_pack()
+
+    def settle(self) -> None:
+        """Wait until every stowed blob is on the disk, if the depot is durable."""
+        if self._pack is not None and self._durable:
+            with self._doing("store blobs"):
+                self._pack.settle()
 
     # -- what is here --
 
@@ -98,9 +105,9 @@ class Depot:
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable) is not None:
                     return path
-            if self._pack is None or sha256 not in self._pack:
+            if (payload := self._packed(sha256)) is None:
                 return None
-            self._store(self._pack.read(sha256), sha256)
+            self._store(payload, sha256)
         return path
 
     def ref(self, sha256: str) -> BlobRef | None:
@@ -146,14 +153,14 @@ class Depot:
         """Read a whole blob; None: it is not here, or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
-                return self._pack.read(sha256)
+                return self._pack.load(sha256)
             try:
                 hashed = not self._durable and self._sound(sha256) is not None
                 if (payload := self._verified.load(self._at(sha256), sha256, hashed=hashed)) is None:
                     self._set_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
-                return None
+                return self._packed(sha256)
 
     # -- whole blobs --
 
@@ -163,9 +170,7 @@ class Depot:
         Raises:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
         """
-        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-        if expected is not None and expected != ref:
-            raise _arrived_damaged(expected)
+        ref = _ref(payload, expected)
         if self._is_file(ref):  # a stowed blob may be dropped by its user
             return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
@@ -173,15 +178,13 @@ class Depot:
         return ref
 
     def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store like `put` a blob that only this process reads, and drops soon: small ones get no file of their own.
+        """Store like `put` a blob that only this process drops, and soon: small ones get no file of their own.
 
-        In a durable depot they do.
+        In a durable depot they do unless this process is `alone`, and are on the disk after `settle` alone.
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.put(payload, expected)
-        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-        if expected is not None and expected != ref:
-            raise _arrived_damaged(expected)
+        ref = _ref(payload, expected)
         if not self.has(ref):
             self.take_over(ref, self.lay_by(ref, payload))
         return ref
@@ -196,7 +199,7 @@ class Depot:
         return ref
 
     def lay_by(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a small blob of known digest without naming it yet; returns its place. Not for a durable depot."""
+        """Write a small blob of known digest without naming it yet; returns its place. For who is `alone` only."""
         assert self._pack is not None
         with self._doing(f"store blob {ref.sha256[:12]}"):
             return self._pack.put(ref.sha256, payload)
@@ -251,11 +254,11 @@ class Depot:
 
     def drop(self, sha256: str) -> None:
         """Remove a blob, whole or in part."""
-        if self._pack is not None and sha256 in self._pack:
-            self._pack.drop(sha256)  # it may have a file as well
-            if not self.disk.is_file(self._at(sha256)):
-                return
         with self._doing(f"remove blob {sha256[:12]}"):
+            if self._pack is not None and sha256 in self._pack:
+                self._pack.drop(sha256)
+                if not self.disk.is_file(self._at(sha256)):  # it may have a file as well
+                    return
             self._verified.forget(sha256)
             for path in (self._at(sha256), self._part(sha256)):
                 self.disk.unlink(path)
@@ -314,10 +317,17 @@ class Depot:
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._synced(part, digest) != ref:
                 self.disk.unlink(part)
-                raise _arrived_damaged(ref)
+                raise arrived_damaged(ref)
             self._place(part, ref.sha256)
 
     # -- within --
+
+    def _opened_pack(self) -> Pack:
+        return Pack(self._prefix + PACK, self.disk, checks=self._durable)
+
+    def _packed(self, sha256: str) -> bytes | None:
+        """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
+        return self._pack.load(sha256) if self._pack else copy_of(self._prefix + PACK, self.disk, sha256)
 
     def _at(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):
@@ -387,14 +397,13 @@ class Depot:
         if self._durable:
             self.disk.sync(self.folder)
 
-    @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
-            raise StoreError(f"cannot {what} in {self.folder}: {error.strerror}; {mend}") from None
+    def _doing(self, what: str) -> AbstractContextManager[None]:
+        return explained(what, self.folder)
 
 
-def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:
-    return chunks.DamagedBlobError(f"blob {ref.sha256[:12]} arrived with other content than its name says: ask anew")
+def _ref(payload: bytes, expected: BlobRef | None) -> BlobRef:
+    """Reference of bytes, which have to be the blob `expected` if there is one."""
+    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    if expected not in (None, ref):
+        raise arrived_damaged(ref if expected is None else expected)
+    return ref

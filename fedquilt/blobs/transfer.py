@@ -10,6 +10,7 @@ again; requests and refusals go reliably. Only chunks are in memory, never a blo
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -39,6 +40,7 @@ HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer 
 SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
 PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
 PAYING_BYTES: Final = 16 * 1024  # the smallest of these
+_MANY: Final = 128  # pulls at once of blobs that are small together
 _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
 
@@ -59,7 +61,8 @@ class Transfers:
     ) -> None:
         """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
 
-        `max_pulls` are active at once, the others wait, silent ones last. `carriers` move blobs beside the link.
+        `max_pulls` are active at once, or more of small blobs; the others wait, as do those of a silent peer.
+        `carriers` move blobs beside the link.
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
@@ -83,6 +86,7 @@ class Transfers:
         self._strain_s: dict[str, float] = {}
         self._unasked: list[str] = []
         self._sent: set[Item] = set()
+        self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index
         self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
         self._session = link.session
 
@@ -272,13 +276,16 @@ class Transfers:
             self._session = self._link.session
             for pull in self._pulls.values():
                 pull.reconnected(chunk, now_s)
-        if not self._waiting or len(self._open) >= self._max_pulls:
+        if not self._waiting or len(self._open) >= _MANY:
             return
         under_way = {sha256 for _, sha256 in self._open}
-        for key in list(self._waiting):
-            if len(self._open) >= self._max_pulls:
+        wanted_bytes = sum(pull.ref.size for pull in self._open.values())
+        for key in list(itertools.islice(self._waiting, 4 * _MANY)):
+            small = len(self._open) < _MANY and wanted_bytes + self._wanted[key].size <= self._budget_bytes
+            if len(self._open) >= self._max_pulls and not small:
                 return
             if key[1] not in under_way:
+                wanted_bytes += self._wanted[key].size
                 under_way.add(key[1])
                 del self._waiting[key]
                 pull = self._pulls.get(key) or Pull(self._wanted[key], chunk, now_s, self._patience_s)
@@ -360,7 +367,10 @@ class Transfers:
             if index == MANIFEST:
                 self._publish(device, f"blob/{sha256}/manifest", manifest)
             elif manifest.chunk == item.chunk:
-                payload = self._depot.read(sha256, *chunks.extent(manifest, index))
+                if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other
+                    payload = self._depot.read(sha256, *chunks.extent(manifest, index))
+                    self._latest = (sha256, item.chunk, index), payload
+                payload = self._latest[1]
                 self._require_sound(item, manifest, payload)
                 topic = self._topics.chunk(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)
@@ -384,6 +394,7 @@ class Transfers:
         self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
         if not chunks.is_chunk(manifest, item.index, payload):
             self._manifests.pop((item.sha256, item.chunk), None)
+            self._latest = ("", 0, 0), b""
             self._depot.damaged(item.sha256)
             raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
 

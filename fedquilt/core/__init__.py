@@ -69,6 +69,8 @@ from fedquilt.core.method import (
     Tensors,
     expected,
     expects,
+    is_same_for_all,
+    same_for_all,
 )
 from fedquilt.core.places import (
     Place,
@@ -156,4 +158,6 @@ __all__ = [
     "derived",
     "expected",
     "expects",
+    "is_same_for_all",
+    "same_for_all",
 ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from fedquilt.transport.topic_tree import TopicTree
+
+TOPICS: Final = 1 << 14  # of which it is remembered whether a filter matches
 
 
 class Subscriptions:
@@ -13,6 +16,7 @@ class Subscriptions:
     def __init__(self) -> None:
         self._filters: dict[str, None] = {}
         self._tree: TopicTree[str] = TopicTree()
+        self._matched: dict[str, bool] = {}  # by topic
 
     @property
     def filters(self) -> list[str]:
@@ -21,16 +25,23 @@ class Subscriptions:
 
     def add(self, filters: Sequence[str]) -> None:
         """Take filters."""
+        self._matched.clear()
         for pattern in filters:
             self._filters[pattern] = None
             self._tree.add(pattern, pattern)
 
     def remove(self, filters: Sequence[str]) -> None:
         """Let go of filters."""
+        self._matched.clear()
         for pattern in filters:
             self._filters.pop(pattern, None)
             self._tree.remove(pattern, pattern)
 
     def match(self, topic: str) -> bool:
         """Whether one of the filters matches a topic."""
-        return bool(self._tree.matching(topic))
+        known = self._matched.get(topic)
+        if known is None:
+            if len(self._matched) >= TOPICS:
+                self._matched.clear()
+            known = self._matched[topic] = bool(self._tree.matching(topic))
+        return known

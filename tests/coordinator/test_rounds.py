@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import plain
 import pytest
@@ -22,7 +23,7 @@ from fedquilt.coordinator.facts import (
     Rounds,
     apply,
 )
-from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s
+from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s, waits_for_answers
 from fedquilt.core import JobError, Work
 
 
@@ -339,3 +340,25 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
     assert decide(turns, 0.0, {slow, second, quick}) == Asked(0, 2, (slow,))  # whoever has waited longest
     state = after(state, again, Answered(0, update(second)), Closed(0), committed(0))
     assert state.silent == ()
+
+
+def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered() -> None:
+    """Wherever a decision is left out after an answer, there is none."""
+    draw, left_out = random.Random(0), 0
+    for _ in range(300):
+        devices = [f"d{number}" for number in range(draw.randrange(2, 8))]
+        online = draw.sample(devices, draw.randrange(1, len(devices) + 1))
+        state = begun(
+            size=draw.choice([0, 0, 1, 2, 3]),
+            quorum=draw.choice([0.5, 1.0]),
+            over_select=draw.choice([0.0, 0.4, 1.0]),
+        )
+        while isinstance(fact := decide(state, 1.0, online), Asked):
+            state = apply(state, fact, 0.0)
+        while state.phase == "open" and state.asked and decide(state, 1.0, online) is None:
+            waits = waits_for_answers(state, 1.0)
+            state = apply(state, Answered(0, update(draw.choice(sorted(state.asked)))), 1.0)
+            if waits and waits_for_answers(state, 1.0):
+                left_out += 1
+                assert decide(state, 1.0, online) is None
+    assert left_out > 100

@@ -11,6 +11,8 @@ from fedquilt.blobs.pack import Pack
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.core import BlobRef
+from fedquilt.disk import REAL, Disk
+from fedquilt.open_file import OpenFile, Place
 
 
 def sha256(payload: bytes) -> str:
@@ -18,7 +20,7 @@ def sha256(payload: bytes) -> str:
 
 
 def filled(path: Path, *payloads: bytes) -> Pack:
-    pack = Pack(str(path))
+    pack = Pack(str(path), REAL)
     for payload in payloads:
         pack.name(sha256(payload), pack.put(sha256(payload), payload), len(payload))
     return pack
@@ -41,11 +43,11 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
     filled(tmp_path / "pack", b"one", b"torn", b"three")
     content = (tmp_path / "pack").read_bytes()
     (tmp_path / "pack").write_bytes(content.replace(b"torn", b"to\0\0")[:-2])  # the last was cut off
-    pack = Pack(str(tmp_path / "pack"))
+    pack = Pack(str(tmp_path / "pack"), REAL)
     assert pack.names() == [sha256(b"one")]
     place = pack.put(sha256(b"four"), b"four")
     pack.name(sha256(b"four"), place, 4)
-    again = Pack(str(tmp_path / "pack"))
+    again = Pack(str(tmp_path / "pack"), REAL)
     assert sorted(again.names()) == sorted([sha256(b"one"), sha256(b"four")])
     assert again.read(sha256(b"four")) == b"four"
 
@@ -147,3 +149,56 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
     lodger.keep({small.sha256})
     assert [lodger.has(each) for each in (large, other, small)] == [False, False, True]
     assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).unused() == []
+
+
+def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path: Path) -> None:
+    """Nothing but the pack is written; a copy that a backup asks for is a file."""
+    alone, other = Depot(tmp_path), Depot(tmp_path)
+    alone.alone()
+    ref = alone.stow(b"update")
+    alone.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["small.pack"]
+    assert alone.load(ref.sha256) == other.load(ref.sha256) == b"update"
+    path = other.path(ref.sha256)
+    assert path is not None
+    assert path.read_bytes() == b"update"
+    alone.drop(ref.sha256)
+    assert not path.exists()
+    assert (other.load(ref.sha256), (tmp_path / "small.pack").stat().st_size) == (None, 0)
+
+
+def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> None:
+    depot = Depot(tmp_path)
+    depot.alone()
+    ref = depot.stow(b"update")
+    pack = bytearray((tmp_path / "small.pack").read_bytes())
+    pack[-1] ^= 1
+    (tmp_path / "small.pack").write_bytes(pack)
+    assert depot.load(ref.sha256) is None
+    assert not depot.has(ref)
+
+
+def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> None:
+    """The file once, and its name with the first blobs."""
+    synced: list[str] = []
+
+    class File(OpenFile):
+        def sync(self) -> None:
+            synced.append("small.pack")
+
+    class Counting(Disk):
+        def open(self, path: Place) -> OpenFile:
+            return File(path, 0o600)
+
+        def sync(self, path: Place) -> None:
+            synced.append(str(path))
+
+    depot = Depot(tmp_path / "blobs", disk=Counting())
+    depot.alone()
+    synced.clear()
+    for number in range(100):
+        depot.stow(b"%d" % number)
+    assert synced == []
+    depot.settle()
+    depot.settle()
+    assert synced == ["small.pack", str(tmp_path / "blobs")]

@@ -1,0 +1,34 @@
+"""Open tasks: when each is due again, whatever was sent, claimed and withdrawn meanwhile."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from wired import MESSAGES
+
+from fedquilt import wire
+from fedquilt.coordinator.outgoing import Issues
+from fedquilt.core import Task
+from fedquilt.transport.link import MemoryBroker
+
+TASK = next(each for each in MESSAGES if isinstance(each, Task))
+
+
+def test_the_next_repetition_is_that_of_the_earliest_open_task() -> None:
+    """Compared with a look at all of them after each of 2,000 steps."""
+    issues, draw = Issues(MemoryBroker().connect(), wire.Topics("f")), random.Random(0)
+    for step in range(2000):
+        now_s, device = float(step), f"d{draw.randrange(12)}"
+        match draw.randrange(4):
+            case 0:
+                issues.send(device, TASK, b"x", now_s)
+            case 1:
+                issues.withdraw(device)
+            case 2:
+                issues.be_patient(device)
+            case _:
+                due = [name for name, issue in issues._open.items() if now_s >= issue.due_s]
+                assert sorted(issues.due(now_s)) == sorted(due)
+        assert issues.next_s() == min((issue.due_s for issue in issues._open.values()), default=math.inf)
+    assert len(issues._agenda) < 200
