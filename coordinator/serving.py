@@ -176,12 +176,13 @@ class Serving:
 
     def claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
         """A device has accepted or declined a task of this job."""
-        profile = self._desk.registry.profile_of(device)
+        registry = self._desk.registry
         mending.compare(self.job.rounds, self.id, device, claim, self._behind)
         event = admission.Claimed(device, claim)
-        self.happened(
-            event if claim.accepted else admission.Claimed(device, claim, self.job.ask(device, profile)), now_s
-        )
+        if not claim.accepted:
+            ask = self.job.ask(device, registry.profile_of(device))
+            event = admission.Claimed(device, claim, ask, registry.start(device))
+        self.happened(event, now_s)
 
     def offered(self, device: str, update: Update, told: Update, now_s: float) -> None:
         """A device has an update of this job; `told` is what is kept of the message."""
