@@ -159,6 +159,7 @@ class Rollout(msgspec.Struct, frozen=True):
     offered: Mapping[str, int] = {}  # device -> the step in which it was offered
     heard: Mapping[str, Heard] = {}  # device -> what it said last of it
     reason: str = ""  # why it was aborted
+    silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
 
     @property
     def open(self) -> bool:
@@ -178,12 +179,17 @@ class Rollout(msgspec.Struct, frozen=True):
         ended = self.over and told.phase in FAILED  # it has nothing to return from
         return told.phase if ended or told.serial == (self.back or self.serial) else ""
 
+    def standing(self, device: str) -> str:
+        """`phase`, or "lost" for a board that fell silent while it checked or soaked and is not waited for any more."""
+        phase = self.phase(device)
+        return "lost" if phase in SWAPPED and device in self.silent else phase
+
     def counts(self) -> dict[str, int]:
-        """Phase -> number of the boards that were offered it; "" stands for those that have said nothing."""
+        """`standing` -> number of the boards that were offered it; "" stands for those that have said nothing."""
         found: dict[str, int] = {}
         for device in self.offered:
-            phase = self.phase(device)
-            found[phase] = found.get(phase, 0) + 1
+            standing = self.standing(device)
+            found[standing] = found.get(standing, 0) + 1
         return found
 
 
@@ -201,9 +207,9 @@ def apply(state: Rollout, fact: AnyFact) -> Rollout:
         case Offered(step, devices):
             return replace(state, offered={**state.offered, **dict.fromkeys(devices, step)})
         case Heard(device):
-            return replace(state, heard={**state.heard, device: fact})
-        case Passed(step):
-            return replace(state, step=step + 1)
+            return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
+        case Passed(step, silent):
+            return replace(state, step=step + 1, silent=state.silent.union(silent))
         case Done():
             return replace(state, status="done")
         case Aborted(reason, serial):

@@ -22,7 +22,7 @@ from fedquilt.coordinator.rollouts import (
 )
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
-ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "")
+ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "lost", "")
 SHOWN: Final = 200  # boards of one rollout
 
 
@@ -55,14 +55,21 @@ def detail(kept: Kept) -> dict[str, Any]:
         {
             "device": device,
             "step": state.offered[device],
-            "phase": state.phase(device) or "silent",
-            "reason": heard.reason if (heard := state.heard.get(device)) is not None else "",
+            "phase": (standing := state.standing(device)) or "silent",
+            "reason": _said(standing, heard := state.heard.get(device)),
             "metrics": dict(heard.metrics) if heard is not None else {},
         }
         for device in state.offered
     ]
     boards.sort(key=lambda each: (each["phase"] == "committed", each["step"], each["device"]))
     return {**row(kept), "limits": dict(_limits(state.plan)), "boards": boards}
+
+
+def _said(standing: str, heard: Heard | None) -> str:
+    """Why a board stands so: its own words, or that there were none."""
+    if heard is None:
+        return ""
+    return f"it came no further than {heard.phase} and fell silent: it counts as failed" if standing == "lost" else heard.reason
 
 
 def lines(known: Sequence[Kept], now: float) -> list[str]:
