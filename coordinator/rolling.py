@@ -19,7 +19,7 @@ from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.outgoing import KINDS
 from fedquilt.coordinator.rollouts import Aborted, AnyFact, Heard, Offered, RolledBack, Rollout, Seen
 from fedquilt.coordinator.store import Store
-from fedquilt.core import FedquiltError, StoreError
+from fedquilt.core import FedquiltError, Profile, StoreError
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -156,7 +156,8 @@ class Rolling:
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
             while (state := self._states[id]).status in ("queued", "running") or (arrived and state.status == "done"):
-                fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial())
+                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else ()
+                fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
                 if fact is None:
                     break
                 self._record([(id, fact)], now_s)
@@ -173,7 +174,9 @@ class Rolling:
             profile = known.profile if known is not None else None
             if device not in state.offered:
                 has = profile.labels if profile is not None else ()
-                if profile is None or not labels.selects(state.plan.select, has):
+                if profile is None or not rollouts.takes(state.plan, profile):
+                    continue
+                if not labels.selects(state.plan.select, has):
                     continue
                 if any(labels.selects(each.plan.select, has) for each in goes_on):
                     continue
@@ -183,6 +186,10 @@ class Rolling:
             gone_s = known.gone_s if known is not None and not online else -math.inf
             found[device] = Seen(online, max(self._opened_s, self._told_s.get(device, -math.inf), gone_s))
         return found
+
+    def _profiles(self) -> dict[str, Profile]:
+        known = self._registry.devices
+        return {device: each.profile for device, each in known.items() if each.profile is not None}
 
     def _record(self, facts: list[tuple[str, AnyFact]], now_s: float) -> None:
         """Write facts, then act on them."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fedquilt import columns, units
 from fedquilt.coordinator.rollout_log import Kept
 from fedquilt.coordinator.rollouts import (
+    UNABLE,
     Aborted,
     AnyFact,
     Begun,
@@ -69,7 +70,9 @@ def _said(standing: str, heard: Heard | None) -> str:
     """Why a board stands so: its own words, or that there were none."""
     if heard is None:
         return ""
-    return f"it came no further than {heard.phase} and fell silent: it counts as failed" if standing == "lost" else heard.reason
+    if standing == "lost":
+        return f"it came no further than {heard.phase} and fell silent: it counts as failed"
+    return heard.reason
 
 
 def lines(known: Sequence[Kept], now: float) -> list[str]:
@@ -117,8 +120,10 @@ def told(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], now: float) ->
 def sentence(state: Rollout, fact: AnyFact) -> str:
     """A fact of a rollout as a sentence; `state` is the rollout at that moment or later."""
     match fact:
-        case Begun():
-            return f"begun: {state.plan.kind} {state.plan.name}"
+        case Begun(without=without):
+            named = ", ".join(without[:SHOWN]) + (f" and {len(without) - SHOWN} more" if len(without) > SHOWN else "")
+            out = f"; left out, as {UNABLE}: {named}" if without else ""
+            return f"begun: {state.plan.kind} {state.plan.name}{out}"
         case Offered(number, devices):
             return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"
         case Heard(device, phase=phase, reason=reason):

@@ -371,7 +371,7 @@ def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet: Flee
 def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a board that has another session, as after a restart of either side, and of the coordinator before it has any."""
+    """It is one of a board that has another session, as after a restart of either side, and before there is any."""
 
     def told(topic: str, payload: bytes) -> str:
         caplog.clear()
