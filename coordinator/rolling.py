@@ -122,7 +122,7 @@ class Rolling:
 
     def _grant(self, state: Rollout, wish: str, now_s: float) -> None:
         """Do what somebody asks for, as far as the rollout still allows it."""
-        if wish == "abort" and state.status in ("queued", "running"):
+        if wish == "abort" and state.under_way:
             self._record([(state.id, Aborted("by request", self._store.rollouts.serial()))], now_s)
         elif wish == "roll back" and state.status == "done":
             self._record([(state.id, RolledBack(self._store.rollouts.serial()))], now_s)
@@ -155,7 +155,7 @@ class Rolling:
             return
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
-            while (state := self._states[id]).status in ("queued", "running") or (arrived and state.status == "done"):
+            while (state := self._states[id]).under_way or (arrived and state.status == "done"):
                 without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else ()
                 fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
                 if fact is None:

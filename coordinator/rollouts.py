@@ -116,6 +116,11 @@ class Rollout(msgspec.Struct, frozen=True):
     silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
 
     @property
+    def under_way(self) -> bool:
+        """Whether the rollout has not come to its end."""
+        return self.status in ("queued", "running")
+
+    @property
     def open(self) -> bool:
         """Whether boards have been offered the step that runs."""
         return self.status == "running" and self.step in self.offered.values()

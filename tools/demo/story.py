@@ -203,7 +203,7 @@ class _Plot:
             counts = ", ".join(f"{number} {phase or 'asked'}" for phase, number in kept.state.counts().items())
             self._teller.now = f"boards with {kept.state.plan.name}: {counts or 'none yet'}"
             settled = all(kept.state.phase(device) in SETTLED for device in kept.state.offered)
-            return kept.state.status not in ("queued", "running") and settled
+            return not kept.state.under_way and settled
 
         self._until(ended)
         kept = find(id)
