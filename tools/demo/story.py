@@ -224,7 +224,13 @@ class _Plot:
         wanted = {each: children.Command([*words[each], "--threads", "1"], logs[each], fleet.folder) for each in words}
         running = stack.enter_context(children.running(wanted))
         self._fleet.processes.update({f"runner-{device}": process for device, process in running.items()})
-        self._until(lambda: all(map(address, logs.values())), "the runners start")
+
+        def started() -> bool:
+            there = sum(address(log) is not None for log in logs.values())
+            self._teller.now = f"the runners start: {there} of {len(logs)} are there"
+            return there == len(logs)
+
+        self._until(started)
         urls = {device: address(log) or "" for device, log in logs.items()}
         streams = Streams(urls, {device: fleet.models(device) for device in urls}, fleet.test)
         stack.enter_context(streams.flowing())
