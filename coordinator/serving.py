@@ -18,6 +18,7 @@ from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.loans import Loans
+from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError, Update
 from fedquilt.logs import about
@@ -279,7 +280,7 @@ class Serving:
             return self._fail(error, now_s)
         if task is None:
             nothing = "the method has nothing for it now"
-            self.record(facts.Declined(job.rounds.round, device, facts.NOTHING, nothing), now_s)
+            self.record(facts.Declined(job.rounds.round, device, NOTHING, nothing), now_s)
             return desk.back(device, self.id, now_s)
         try:
             return desk.executor.send(device, task, now_s)

@@ -120,9 +120,9 @@ def told(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], now: float) ->
 def sentence(state: Rollout, fact: AnyFact) -> str:
     """A fact of a rollout as a sentence; `state` is the rollout at that moment or later."""
     match fact:
-        case Begun(without=without):
-            named = ", ".join(without[:SHOWN]) + (f" and {len(without) - SHOWN} more" if len(without) > SHOWN else "")
-            out = f"; left out, as {UNABLE}: {named}" if without else ""
+        case Begun(without=unable):
+            named = ", ".join(unable[:SHOWN]) + (f" and {len(unable) - SHOWN} more" if len(unable) > SHOWN else "")
+            out = f"; left out, as {UNABLE}: {named}" if unable else ""
             return f"begun: {state.plan.kind} {state.plan.name}{out}"
         case Offered(number, devices):
             return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"
