@@ -45,6 +45,7 @@ class Claimed(msgspec.Struct, frozen=True):
     device: str
     claim: Claim
     ask: Ask = field(default_factory=Ask)  # cost of the task, for a device that declines
+    start: str = ""  # of its agent, as of `Registry.start`
 
 
 class Offered(msgspec.Struct, frozen=True):
@@ -197,7 +198,7 @@ def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed)
         return Step(arriving, (), (Issue(device),))
     if claim.attempt != state.attempt:
         return Step(arriving)
-    declined = state.declined_by(device, claim.code, claim.reason, event.ask)
+    declined = state.declined_by(device, claim.code, claim.reason, event.ask, event.start)
     return Step(_without(arriving, device), (declined,), (Withdraw(device),))
 
 

@@ -24,7 +24,7 @@ from typing import IO, Final, NamedTuple
 
 import msgspec
 
-from fedquilt import __version__
+from fedquilt import __version__, progress
 from fedquilt.coordinator import limits
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.store import UNENDED, Row, Store
@@ -95,7 +95,9 @@ def _save_runs(store: Store, archive: _Archive, snapshot: Path) -> int:
     try:
         while True:
             before, gone = gone, set()
-            for sha256 in sorted(_snapshot(store, snapshot) - blobs):
+            left = sorted(_snapshot(store, snapshot) - blobs)
+            for number, sha256 in enumerate(left):
+                progress.LINE.part("its blobs", number, len(left))
                 path = store.depot.path(sha256)
                 if path is not None and archive.add(f"blobs/{sha256}", path, sha256):
                     blobs.add(sha256)
@@ -275,6 +277,7 @@ def _unpack(file: Path, to: Path) -> Manifest:
         try:
             with tarfile.open(fileobj=raw, mode="r:") as archive:
                 for member in archive:
+                    progress.LINE.part("MB of the backup", raw.tell() // 10**6, file.stat().st_size // 10**6)
                     source = archive.extractfile(member)
                     if source is None:
                         raise StoreError(_odd(file, member.name))

@@ -44,7 +44,7 @@ def decide(
 
     passed = registry.barred(job.wants, now_s)
     free = fleet.keys() - passed.keys()
-    if short := rounds.left_alone(job.rounds, free, ask):
+    if short := rounds.left_alone(job.rounds, free, ask, registry.start):
         passed, free = {**passed, **short}, free - short.keys()
     taken = (busy & free) - set(at_work)
     following = partial(rounds.decide, job.rounds, now_s, free | set(at_work), ask, taken)

@@ -24,17 +24,20 @@ REASONS: Final[Mapping[str, str]] = {
     "flooding": "sent more than can be answered, and is set aside for a while",
     "profile": "has not said what it is",
     "labels": "has not the labels that [cohort] select asks for",
-    "engine": "has no engine that the job's method runs on",
+    "engine": "has no engine that the job's method runs on, or one that refused the task",
     "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
     "plugin": "lacks a package that the job needs, or has another content of it",
     "battery": "its battery is below [cohort] min_battery, and not charging",
     "hot": "hotter than [cohort] max_temperature_c",
     "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
+    "data": "declined for its data: it is asked again once its agent has started anew, or the run is resumed",
+    "method": "declined for the job's method: it is asked again once its agent has started anew, or the run is resumed",
     BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
     SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
 
-ABLE: Final = frozenset({"battery", "hot", "memory", BUSY, SHARE})  # reasons of devices that could work, but are spared
+ABLE: Final = frozenset({"battery", "hot", "memory", "data", "method", BUSY, SHARE})
+"""Reasons of devices that are there, and are spared."""
 
 
 class Seen(NamedTuple):

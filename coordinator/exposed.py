@@ -27,7 +27,7 @@ Known = tuple[Board, Reading | None]
 _COUNTED: Final = {
     "rounds": "Rounds that were committed.",
     "updates": "Updates of boards that were counted.",
-    "attempts": "Further attempts at rounds that had no quorum by the deadline.",
+    "attempts": "Further attempts at rounds that had no quorum.",
     "rejected": "Updates of boards that were refused.",
     "down_bytes": "Bytes of blobs that boards fetched for tasks whose updates were counted.",
     "up_bytes": "Bytes of blobs that boards sent with updates that were counted.",

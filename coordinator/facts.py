@@ -17,11 +17,10 @@ from msgspec.structs import replace
 from fedquilt.coordinator import deadline, stop, transitions
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.eligibility import BUSY, SHARE
+from fedquilt.coordinator.refusals import LASTS, NOTHING, Refused
 from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
-
-NOTHING = "none"  # code of a device that the method has no task for
 
 # -- facts ----------------------------------------------------------------------------------------
 
@@ -66,6 +65,7 @@ class Declined(Fact, frozen=True):
     code: str
     reason: str
     short: Short | None = None  # with "memory": requirements of the task
+    start: str = ""  # of its agent, as of `Registry.start`; "": not known
 
 
 class Answered(Fact, frozen=True):
@@ -196,7 +196,7 @@ class Rounds(msgspec.Struct, frozen=True):
     spent: stop.Spent = stop.Spent()
     began_s: float = 0.0  # start of the running round, or when this process took up the job
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
-    short: Mapping[str, tuple[int, Short]] = field(default_factory=dict)  # device -> round, task too large
+    refused: Mapping[str, Refused] = field(default_factory=dict)  # device -> its last refusal, if that kind lasts
     idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
     lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
@@ -236,9 +236,9 @@ class Rounds(msgspec.Struct, frozen=True):
         """Seconds until the running attempt's deadline."""
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
-    def declined_by(self, device: str, code: str, reason: str, ask: Ask) -> Declined:
-        """Fact that a device declines the task described by `ask`."""
-        return Declined(self.round, device, code, reason, Short.of(ask) if code == "memory" else None)
+    def declined_by(self, device: str, code: str, reason: str, ask: Ask, start: str = "") -> Declined:
+        """Fact that a device, whose agent is the one of this `start`, declines the task described by `ask`."""
+        return Declined(self.round, device, code, reason, Short.of(ask) if code == "memory" else None, start)
 
     def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
         """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
@@ -278,7 +278,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Resumed():
             phase: Phase = "open" if state.asked or state.answered else "selecting"
             state = replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, reason="")
-            return replace(state, declined={}, idle=frozenset(), silent=(), began_s=now_s)
+            return replace(state, declined={}, refused={}, idle=frozenset(), silent=(), began_s=now_s)
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked():
@@ -286,17 +286,19 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Declined() | Rejected():
             declined = {**state.declined, fact.device: fact.reason}
             roll = state.roll - {fact.device} if isinstance(fact, Declined) else state.roll
-            short, idle = dict(state.short), state.idle
-            if isinstance(fact, Declined) and fact.short is not None:
-                short[fact.device] = (fact.round, fact.short)
+            refused, idle = state.refused, state.idle
+            if isinstance(fact, Declined) and LASTS.get(fact.code, "attempt") != "attempt":
+                known = Refused(fact.round, fact.code, fact.reason, frozenset(state.actions), fact.start, fact.short)
+                refused = {**refused, fact.device: known}
             if isinstance(fact, Declined) and fact.code == NOTHING:
                 idle = idle | {fact.device}
             asked = state.asked - {fact.device}
-            return replace(state, declined=declined, roll=roll, short=short, idle=idle, asked=asked)
+            return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
         case Answered():
             device = fact.update.device
-            if device in state.short:
-                state = replace(state, short={name: kept for name, kept in state.short.items() if name != device})
+            if device in state.refused:
+                refused = {name: kept for name, kept in state.refused.items() if name != device}
+                state = replace(state, refused=refused)
             return replace(
                 state,
                 asked=state.asked - {device},

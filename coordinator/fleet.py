@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fedquilt import wire
 from fedquilt.coordinator.eligibility import Seen, Wants, reasons
 from fedquilt.core import Profile
 from fedquilt.wire import Presence, Telemetry
@@ -22,6 +24,7 @@ class Known:
     profile: Profile | None = None
     online: bool = False
     boot: str = ""
+    about: str = ""  # digest of its profile
     gone_s: float = -GRACE_S  # when it went offline
     telemetry: Telemetry | None = None  # the last one received
     told_s: float = 0.0  # when it was received
@@ -56,7 +59,9 @@ class Registry:
 
     def profile(self, device: str, profile: Profile) -> None:
         """Note a device's profile."""
-        self._heard(device).profile = profile
+        known = self._heard(device)
+        if profile != known.profile:
+            known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
 
     def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
         """Note a device's telemetry."""
@@ -71,6 +76,11 @@ class Registry:
         """Latest profile of a device; None: not received."""
         known = self.devices.get(device)
         return known.profile if known else None
+
+    def start(self, device: str) -> str:
+        """What is another whenever a device's agent has started anew or announced another profile; "": not known."""
+        known = self.devices.get(device)
+        return f"{known.boot} {known.about}" if known is not None and known.boot else ""
 
     def seen(self, now_s: float) -> dict[str, Seen]:
         """Views of all devices ever heard of; devices gone for a moment count as online. Not to be changed.

@@ -85,7 +85,8 @@ def abort(store: Store, rollout: str = "") -> str:
         StoreError: there is no such rollout, or the home cannot be written.
     """
     kept = store.rollouts.find(rollout)
-    if (status := kept.state.status) not in ("queued", "running"):
+    if not kept.state.under_way:
+        status = kept.state.status
         mend = f"; `fedquilt deploy --rollback {kept.state.id}` takes it back" if status == "done" else ""
         raise JobError(f"{kept.state.id} is {status}{mend}")
     store.rollouts.wish(kept.state.id, "abort")
@@ -102,7 +103,7 @@ def roll_back(store: Store, rollout: str = "") -> str:
     kept = store.rollouts.find(rollout)
     state = kept.state
     if state.status != "done":
-        mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.status in ("queued", "running") else ""
+        mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.under_way else ""
         raise JobError(f"{state.id} is {state.status}{mend}")
     known = [each.state for each in store.rollouts.all()]
     for later in known[known.index(state) + 1 :]:

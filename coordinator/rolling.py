@@ -19,7 +19,7 @@ from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.outgoing import KINDS
 from fedquilt.coordinator.rollouts import Aborted, AnyFact, Heard, Offered, RolledBack, Rollout, Seen
 from fedquilt.coordinator.store import Store
-from fedquilt.core import FedquiltError, StoreError
+from fedquilt.core import FedquiltError, Profile, StoreError
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -122,7 +122,7 @@ class Rolling:
 
     def _grant(self, state: Rollout, wish: str, now_s: float) -> None:
         """Do what somebody asks for, as far as the rollout still allows it."""
-        if wish == "abort" and state.status in ("queued", "running"):
+        if wish == "abort" and state.under_way:
             self._record([(state.id, Aborted("by request", self._store.rollouts.serial()))], now_s)
         elif wish == "roll back" and state.status == "done":
             self._record([(state.id, RolledBack(self._store.rollouts.serial()))], now_s)
@@ -155,8 +155,9 @@ class Rolling:
             return
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
-            while (state := self._states[id]).status in ("queued", "running") or (arrived and state.status == "done"):
-                fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial())
+            while (state := self._states[id]).under_way or (arrived and state.status == "done"):
+                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else ()
+                fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
                 if fact is None:
                     break
                 self._record([(id, fact)], now_s)
@@ -170,8 +171,13 @@ class Rolling:
             gone_s = known.gone_s if known is not None and not online else -math.inf
             since_s = max(self._opened_s, self._told_s.get(device, -math.inf), gone_s)
             profile = known.profile if known is not None else None
-            found[device] = Seen(online, since_s, None if profile is None else profile.labels)
+            able = profile is None or rollouts.takes(state.plan, profile)
+            found[device] = Seen(online, since_s, None if profile is None else profile.labels, able)
         return rollouts.concerned(state, list(self._states.values()), found)
+
+    def _profiles(self) -> dict[str, Profile]:
+        known = self._registry.devices
+        return {device: each.profile for device, each in known.items() if each.profile is not None}
 
     def _record(self, facts: list[tuple[str, AnyFact]], now_s: float) -> None:
         """Write facts, then act on them."""

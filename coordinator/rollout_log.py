@@ -84,7 +84,7 @@ class RolloutLog:
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
             for kept in self._all()[0]:
-                if kept.state.plan.kind == plan.kind and kept.state.status in ("queued", "running"):
+                if kept.state.plan.kind == plan.kind and kept.state.under_way:
                     raise JobError(
                         f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
                         f"`fedquilt deploy --abort {kept.state.id} --home {self._home}`"
@@ -166,7 +166,7 @@ class RolloutLog:
             state = kept.state
             if state.over or state.plan.blob is None:
                 continue
-            if state.status in ("queued", "running"):
+            if state.under_way:
                 wanted.add(state.plan.blob.sha256)
             latest[state.plan.kind] = state
             owners.update({(device, state.plan.kind): state for device in state.offered})

@@ -8,16 +8,16 @@ a board is to have follows from the state alone (`release`), so that nothing els
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
-from msgspec import Meta
 from msgspec.structs import replace
 
 from fedquilt import labels, wire
-from fedquilt.core import BlobRef, Count, JobError, Label, Name, Seconds, Sentence, derived
+from fedquilt.coordinator.rollout_plan import Plan as Plan
+from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived
+from fedquilt.core.messages import UPGRADES
 
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
 
@@ -25,56 +25,8 @@ SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
 SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
 MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
+UNABLE: Final = "no launcher started their agents"
 LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
-_WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
-
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-
-
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a rollout is to do."""
-
-    kind: wire.Kind
-    name: Label  # what people call it: the run, or the version
-    blob: BlobRef | None = None
-    select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
-    canary: Share = 0.05  # of the boards that are there
-    phases: tuple[Share, ...] = (0.25, 1.0)  # of them, by and by; 1.0 are all that are known, and those that come later
-    abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
-    patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
-    limits: wire.Limits = wire.Limits()
-    soak_s: Seconds = 60.0
-    window: Label = ""
-    force: bool = False
-    settings: dict[Label, Any] = {}
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Share of the fleet that has the release by the end of each step, the canary's first."""
-        return (self.canary, *self.phases)
-
-    @property
-    def to_all(self) -> bool:
-        """Whether the rollout is to all boards, also those that come after it is done."""
-        return self.phases[-1] >= 1.0
-
-    def require(self) -> None:
-        """Refuse a plan that cannot be carried out.
-
-        Raises:
-            JobError: says what is wrong in it, and the mend.
-        """
-        labels.require_selection(self.select)
-        if not self.canary or not self.phases:
-            raise JobError("a rollout has a canary above 0 % and at least one phase after it: --canary 5% --phases 100")
-        if any(later <= before for before, later in zip(self.shares, self.shares[1:], strict=False)):
-            told = ", ".join(f"{100 * share:g} %" for share in self.shares)
-            raise JobError(f"the phases {told} do not grow: each is the share of the fleet that has it by its end")
-        if self.window and not _WINDOW.fullmatch(self.window):
-            raise JobError(f"{self.window[:40]!r} is no window: write it as 02:00-05:00, in the boards' local time")
-        if self.window and self.window[:5] == self.window[6:]:
-            raise JobError(f"the window {self.window} begins when it ends")
-
 
 # -- facts ----------------------------------------------------------------------------------------
 
@@ -87,6 +39,7 @@ class Begun(Fact, frozen=True):
     """A coordinator has taken the rollout up; its releases have this serial."""
 
     serial: Count
+    without: tuple[Name, ...] = ()  # boards that it selects, and that can take no release of its kind
 
 
 class Offered(Fact, frozen=True):
@@ -159,6 +112,13 @@ class Rollout(msgspec.Struct, frozen=True):
     offered: Mapping[str, int] = {}  # device -> the step in which it was offered
     heard: Mapping[str, Heard] = {}  # device -> what it said last of it
     reason: str = ""  # why it was aborted
+    without: tuple[str, ...] = ()  # boards that were left out at its start, as they can take no such release
+    silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the rollout has not come to its end."""
+        return self.status in ("queued", "running")
 
     @property
     def open(self) -> bool:
@@ -178,12 +138,17 @@ class Rollout(msgspec.Struct, frozen=True):
         ended = self.over and told.phase in FAILED  # it has nothing to return from
         return told.phase if ended or told.serial == (self.back or self.serial) else ""
 
+    def standing(self, device: str) -> str:
+        """`phase`, or "lost" for a board that fell silent while it checked or soaked and is not waited for any more."""
+        phase = self.phase(device)
+        return "lost" if phase in SWAPPED and device in self.silent else phase
+
     def counts(self) -> dict[str, int]:
-        """Phase -> number of the boards that were offered it; "" stands for those that have said nothing."""
+        """`standing` -> number of the boards that were offered it; "" stands for those that have said nothing."""
         found: dict[str, int] = {}
         for device in self.offered:
-            phase = self.phase(device)
-            found[phase] = found.get(phase, 0) + 1
+            standing = self.standing(device)
+            found[standing] = found.get(standing, 0) + 1
         return found
 
 
@@ -196,14 +161,14 @@ def apply(state: Rollout, fact: AnyFact) -> Rollout:
     if state.status not in ALLOWED[type(fact)]:
         raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
     match fact:
-        case Begun(serial):
-            return replace(state, status="running", serial=serial)
+        case Begun(serial, without):
+            return replace(state, status="running", serial=serial, without=without)
         case Offered(step, devices):
             return replace(state, offered={**state.offered, **dict.fromkeys(devices, step)})
         case Heard(device):
-            return replace(state, heard={**state.heard, device: fact})
-        case Passed(step):
-            return replace(state, step=step + 1)
+            return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
+        case Passed(step, silent):
+            return replace(state, step=step + 1, silent=state.silent.union(silent))
         case Done():
             return replace(state, status="done")
         case Aborted(reason, serial):
@@ -269,6 +234,7 @@ class Seen(NamedTuple):
     online: bool
     since_s: float  # when it was last there, or last said how far it is, whichever is later
     labels: Collection[str] | None = None  # None: it has not said what it is
+    able: bool = True  # to take releases of the rollout's kind at all
 
     def chosen(self, select: Sequence[str]) -> bool:
         """Whether a selection by labels names it."""
@@ -293,12 +259,25 @@ def concerned(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, See
         if not any(device in each.offered for each in later)
         and (
             device in state.offered
-            or (seen.chosen(state.plan.select) and not any(seen.chosen(select) for select in coming))
+            or (seen.able and seen.chosen(state.plan.select) and not any(seen.chosen(select) for select in coming))
         )
     }
 
 
-def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int) -> AnyFact | None:
+def takes(plan: Plan, profile: Profile) -> bool:
+    """Whether a board can take releases of this kind at all: none that says so is offered any, or counts."""
+    return plan.kind != "agent" or UPGRADES not in profile.versions
+
+
+def left_out(plan: Plan, boards: Mapping[str, Profile]) -> tuple[str, ...]:
+    """Boards that a plan selects, and that can take no release of its kind."""
+    chosen = (name for name, board in boards.items() if labels.selects(plan.select, board.labels))
+    return tuple(sorted(name for name in chosen if not takes(plan, boards[name])))
+
+
+def decide(
+    state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: tuple[str, ...] = ()
+) -> AnyFact | None:
     """The next fact of a rollout; None: it waits.
 
     Args:
@@ -306,9 +285,10 @@ def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int)
         fleet: the boards that it selects and that no later rollout has.
         now_s: seconds of the coordinator's clock.
         serial: that a release may have which is made now: greater than any before.
+        without: boards that it selects and that can take no such release.
     """
     if state.status == "queued":
-        return Begun(serial)
+        return Begun(serial, without)
     if state.status == "done":
         late = _late(state, fleet)
         return Offered(len(state.plan.phases), late) if late else None
@@ -316,6 +296,9 @@ def decide(state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int)
         return None
     if state.step == len(state.plan.shares):
         return Done()
+    if state.without and not state.offered and not fleet:
+        why = f"no board that it selects can be upgraded, as {UNABLE}: {', '.join(state.without)}"
+        return Aborted(why[:1000], serial)
     failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())

@@ -22,7 +22,6 @@ from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Surveyed
 
 DECLINED_S = 10.0  # wait for other devices after all those present have declined
-AGAIN_ROUNDS = 10  # rounds until a device that declined for lack of memory is asked again for such work
 
 
 def decide(
@@ -73,21 +72,34 @@ def survey(
     return fact if fact.eligible or fact.passed or fact.costs else None
 
 
-def left_alone(state: Rounds, devices: Collection[str], ask: Callable[[str], Ask]) -> dict[str, str]:
-    """Device -> "memory", for those that would decline again the work they declined in an earlier round.
+def left_alone(
+    state: Rounds,
+    devices: Collection[str],
+    ask: Callable[[str], Ask],
+    start: Callable[[str], str] = lambda device: "",
+) -> dict[str, str]:
+    """Device -> code of its last refusal, for those that would refuse the task of the running round again.
 
-    Another attempt at the same round asks them again, as a board's free memory may change; so does every
-    AGAIN_ROUNDS-th round, smaller work, and another budget. If the other devices are too few to begin, these are
-    asked all the same: otherwise the round would wait for ever, and no later one would ask them.
+    `refusals.LASTS` says how long each kind of refusal holds. If the other devices are too few for the round, these
+    are asked all the same: the round would wait for ever otherwise, where it can end with their reasons. Only before
+    a round, while no other device is there at all, the round waits for one.
+
+    Args:
+        state: of the job.
+        devices: those that could be asked.
+        ask: gives the work of a device's task.
+        start: gives the start of a device's agent, as of `Registry.start`.
     """
-    if not state.short:
+    if not state.refused:
         return {}
     found = {
-        device: "memory"
-        for device, (round, short) in state.short.items()
-        if device in devices and round < state.round < round + AGAIN_ROUNDS and short.same(Short.of(ask(device)))
+        device: refused.code
+        for device, refused in state.refused.items()
+        if device in devices and refused.holds(state.round, state.actions, start(device), Short.of(ask(device)))
     }
-    return {} if 0 < len(devices) - len(found) < needed(state) <= len(devices) else found
+    others = len(devices) - len(found)
+    waits = not others and state.phase == "selecting"
+    return {} if not waits and others < needed(state) <= len(devices) else found
 
 
 def next_s(state: Rounds) -> float:
@@ -246,11 +258,12 @@ def _attend(
     at_work = state.asked - busy  # after a restart or a pause, another job may have a device that was asked
     left = set(online) - set(state.answered) - set(state.declined) - at_work
     missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(at_work & set(online))
+    chosen = _drawn(state, left - busy, min(missing, most)) if missing > 0 else ()
     apart = frozenset() if _size(state) else state.due.difference(online, state.answered, state.declined, state.asked)
     waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
     if enough and state.extended:
         return Closed(state.round)
-    if now_s >= next_s(state):
+    if now_s >= next_s(state) and not (chosen and _all_declined(state) and now_s < state.opened_s + state.deadline_s):
         if enough:
             return Closed(state.round)
         if state.deadline_s < cohort.deadline_s and not _all_declined(state):
@@ -260,7 +273,6 @@ def _attend(
         if state.attempt + 1 >= cohort.attempts:
             return Ended("failed", _no_quorum(state, want))
         return Reopened(state.round, state.attempt + 1)
-    chosen = _drawn(state, left - busy, min(missing, most)) if missing > 0 else ()
     if chosen:
         return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
     # a device that the method has no task for counts as answered once no other can be asked instead
@@ -290,10 +302,12 @@ def _by_reason(declined: Mapping[str, str], most: int = 5) -> str:
 
 def _no_quorum(state: Rounds, want: int) -> str:
     """Outcome of every device asked in the round: the numbers add up, whatever the attempt."""
-    asked = state.asked_s.keys() | state.answered.keys() | state.declined.keys()
+    earlier = {device: kept.reason for device, kept in state.refused.items() if kept.round == state.round}
+    reasons = {**earlier, **state.declined}  # of this attempt, and of earlier ones if they hold still
+    asked = state.asked_s.keys() | state.answered.keys() | reasons.keys()
     rejected = state.declined.keys() & state.roll
-    declined = state.declined.keys() - rejected - state.idle
-    silent = sorted(asked - state.answered.keys() - state.declined.keys())
+    declined = reasons.keys() - rejected - state.idle
+    silent = sorted(asked - state.answered.keys() - reasons.keys())
     counts = [
         f"{len(state.answered)} answered",
         *([f"{len(declined)} declined"] if declined else []),
@@ -301,13 +315,13 @@ def _no_quorum(state: Rounds, want: int) -> str:
         *([f"{len(state.idle)} had nothing to do"] if state.idle else []),
         *([f"{len(silent)} stayed silent"] if silent else []),
     ]
-    reasons = _by_reason(state.declined)
+    refused = _by_reason(reasons)
     enough = quorum(state, want)
     return (
         f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "
         f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, "
         f"and {enough} {'update is' if enough == 1 else 'updates are'} needed"
-        + (f"; refused: {reasons}" if reasons else "")
+        + (f"; refused: {refused}" if refused else "")
         + (f"; silent: {', '.join(silent[:5])}" if silent else "")
         + "; see to these devices and `fedquilt resume` it (a simulated fleet's: the same `fedquilt fleet` "
         "again), or run the job anew with another "

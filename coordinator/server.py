@@ -23,7 +23,7 @@ from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
-from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.store import UNDER_WAY, Row, Store
 from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
 from fedquilt.logs import about
 
@@ -247,7 +247,7 @@ class Server:
     def _tell_left(self, rows: Sequence[Row]) -> None:
         """Report once for each unfinished run that it is not taken up here."""
         for row in rows:
-            if row.status in ("queued", "running") and not turns.mine(row, self._only) and row.id not in self._left:
+            if row.status in UNDER_WAY and not turns.mine(row, self._only) and row.id not in self._left:
                 self._left.add(row.id)
                 log.warning(
                     "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`", row.id

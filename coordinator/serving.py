@@ -18,6 +18,7 @@ from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.loans import Loans
+from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError, Update
 from fedquilt.logs import about
@@ -177,12 +178,13 @@ class Serving:
 
     def claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
         """A device has accepted or declined a task of this job."""
-        profile = self._desk.registry.profile_of(device)
+        registry = self._desk.registry
         mending.compare(self.job.rounds, self.id, device, claim, self._behind)
         event = admission.Claimed(device, claim)
-        self.happened(
-            event if claim.accepted else admission.Claimed(device, claim, self.job.ask(device, profile)), now_s
-        )
+        if not claim.accepted:
+            ask = self.job.ask(device, registry.profile_of(device))
+            event = admission.Claimed(device, claim, ask, registry.start(device))
+        self.happened(event, now_s)
 
     def offered(self, device: str, update: Update, told: Update, now_s: float) -> None:
         """A device has an update of this job; `told` is what is kept of the message."""
@@ -279,7 +281,7 @@ class Serving:
             return self._fail(error, now_s)
         if task is None:
             nothing = "the method has nothing for it now"
-            self.record(facts.Declined(job.rounds.round, device, facts.NOTHING, nothing), now_s)
+            self.record(facts.Declined(job.rounds.round, device, NOTHING, nothing), now_s)
             return desk.back(device, self.id, now_s)
         try:
             return desk.executor.send(device, task, now_s)

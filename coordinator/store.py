@@ -43,7 +43,8 @@ from fedquilt.disk import PRIVATE, Disk, Lock
 LOCK_TRIES: Final = 10
 ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fires
 UNAPPROVED: Final = "waiting for approval"
-UNENDED: Final = (ARMED, UNAPPROVED, "queued", "running", "stopping")  # a coordinator may be working on the run
+UNDER_WAY: Final = ("queued", "running")
+UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
 
 log = logging.getLogger("fedquilt.coordinator")

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple
 
 from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.store import Row
+from fedquilt.coordinator.store import UNDER_WAY, Row
 
 PATIENCE_S: Final = 60.0  # time for which a job whose boards have gone keeps its place from those in line
 START_S: Final = 1.0  # likewise a job whose round has not begun
@@ -62,7 +62,7 @@ def served(
         gave_way_s: job -> when it last gave way to another.
         limits: on how many jobs run at once, all and of one submitter.
     """
-    wanting = [row for row in rows if row.status in ("queued", "running")]
+    wanting = [row for row in rows if row.status in UNDER_WAY]
     kept = [row for row in wanting if row.id in waits and not waits[row.id].over]
     idle = [row for row in wanting if row.id in waits and waits[row.id].over]
     behind = sorted(

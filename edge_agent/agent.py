@@ -105,7 +105,8 @@ class Agent:
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
         self._means, self.told = means, None  # `told`: the last telemetry
-        self._profile = messages.profile(self.device, board, means)
+        self._unable = kinds["agent"].unable() if "agent" in kinds else ""
+        self._profile = messages.profile(self.device, board, means, self._unable)
         self._progress_s = self._telemetry_s = -math.inf
 
     @property
@@ -146,7 +147,7 @@ class Agent:
         self._means = means_of.of(settings, self._board.memory_bytes)
         self.settings = settings
         self.duty.take(self._means, settings.governor.rule())
-        self._profile = messages.profile(self.device, self._board, self._means)
+        self._profile = messages.profile(self.device, self._board, self._means, self._unable)
         self.publish("profile", self._profile, retain=True)
 
     def goodbye(self) -> None:
@@ -362,7 +363,7 @@ class Agent:
             None if self._runner is None else self._runner.look(),
         )
         if self._board.points != self._profile.points:  # the owner has changed the power mode
-            self._profile = messages.profile(self.device, self._board, self._means)
+            self._profile = messages.profile(self.device, self._board, self._means, self._unable)
             self.publish("profile", self._profile, retain=True)
         if told is not None:
             self.publish("telemetry", told, reliable=False)

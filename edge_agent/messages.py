@@ -9,6 +9,7 @@ from typing import Final
 
 import fedquilt
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
+from fedquilt.core.messages import UPGRADES
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.events import Means, Open
 from fedquilt.edge_agent.served import Served
@@ -18,15 +19,20 @@ from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 LAYOUT_MOST: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
 
 
-def profile(device: str, board: Device, means: Means) -> Profile:
-    """Profile message of a device, from its board."""
+def profile(device: str, board: Device, means: Means, unable: str = "") -> Profile:
+    """Profile message of a device, from its board; `unable`: why its agent can never be upgraded, if that is so."""
     return Profile(
         device=device,
         board=board.board[:200],
         memory_bytes=board.memory_bytes,
         budget_bytes=means.budget_bytes,
         engines=means.engines,
-        versions={**_versions(means.engines), **_confined(means), **means.plugins},
+        versions={
+            **_versions(means.engines),
+            **_confined(means),
+            **({UPGRADES: unable} if unable else {}),
+            **means.plugins,
+        },
         points=board.points,
         idle_w=board.idle_w,
         provenance=board.provenance,

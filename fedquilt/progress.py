@@ -49,6 +49,7 @@ class Line:
         self._due_s = 0.0
         self._drawn = ""
         self._first: tuple[float, float, float] | None = None  # total, what was done first, and when
+        self._part: tuple[str, float, float] | None = None  # as of `part`
 
     @property
     def live(self) -> bool:
@@ -78,6 +79,24 @@ class Line:
                 self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), self._rarely_s)
                 print(told, file=self._out, flush=True)
 
+    def part(self, now: str, done: float, total: float) -> None:
+        """Note which part of the work goes on, for the line that `during` shows; nothing is shown outside of it.
+
+        Args:
+            now: in a few words.
+            done: how many of `total` parts are done.
+            total: number of parts.
+        """
+        self._part = (now, done, total)
+
+    def elapsed(self, what: str, began_s: float) -> None:
+        """Show what goes on, the part of it that `part` noted last, and for how long it has."""
+        part, so_far = self._part, units.duration(time.monotonic() - began_s)
+        if part is None:
+            return self.at(f"{what}: {so_far} so far")
+        now, done, total = part
+        return self.at(f"{what}: {now}, {so_far} so far", done, total)
+
     def say(self, *lines: str) -> None:
         """Print lines that stay; on a terminal the live line goes, and is shown again below them with the next `at`."""
         with self._lock:
@@ -99,7 +118,7 @@ class Line:
         with self._lock:
             self._wipe()
             self._out.flush()
-            self._begun_s = self._first = None
+            self._begun_s = self._first = self._part = None
 
     @property
     def _out(self) -> TextIO:
@@ -142,14 +161,10 @@ def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContex
 
 @contextmanager
 def during(what: str, line: Line = LINE) -> Iterator[None]:
-    """Show what goes on and for how long it has, while the body runs, of which nobody knows how far it is."""
+    """Show what goes on and for how long it has, while the body runs, and how far it is, if the body says `part`."""
     began_s = time.monotonic()
-
-    def tell() -> None:
-        line.at(f"{what}: {units.duration(time.monotonic() - began_s)} so far")
-
     try:
-        with ticking(tell):
+        with ticking(lambda: line.elapsed(what, began_s)):
             yield
     finally:
         line.end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,15 @@ class Board:
     """A board by hand, which fetches what it is sent and says how it ends; what it runs survives its going."""
 
     def __init__(
-        self, broker: MemoryBroker, name: str, folder: Path, judge: Judge, labels: tuple[str, ...] = ()
+        self,
+        broker: MemoryBroker,
+        name: str,
+        folder: Path,
+        judge: Judge,
+        labels: tuple[str, ...] = (),
+        versions: Mapping[str, str] = {},
     ) -> None:
-        self.name, self.broker, self.judge, self.labels = name, broker, judge, labels
+        self.name, self.broker, self.judge, self.labels, self.versions = name, broker, judge, labels, dict(versions)
         self.depot = Depot(folder, durable=False)
         self.serial, self.runs, self.before = 0, "", ""  # of the last release, blobs
         self.had: set[str] = set()  # blobs that it has ever run
@@ -60,7 +66,7 @@ class Board:
             memory_bytes=1 << 30,
             budget_bytes=1 << 29,
             engines=("numpy",),
-            versions={},
+            versions=self.versions,
             labels=self.labels,
         )
         self.say("profile", profile, retain=True)
@@ -93,7 +99,7 @@ class Board:
             route = wire.route(message.topic)
             if self.transfers.handle(route, message.payload, now_s):
                 continue
-            if route.leaf == "model":
+            if route.leaf in ("model", "agent"):
                 self.take(wire.decode(message.payload, wire.Release) if message.payload else None)
         self.transfers.step(now_s)
         for _, _, error in self.transfers.take_done():

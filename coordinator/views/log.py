@@ -61,6 +61,7 @@ class Teller:
     """Turns a run's facts into sentences, in order; remembers the devices selected and the round's cost so far."""
 
     def __init__(self) -> None:
+        self._before: Rounds | None = None  # state after the last fact told
         self._selected: set[str] = set()
         self._answered: Mapping[str, Update] = {}
 
@@ -71,13 +72,16 @@ class Teller:
             fact: next one of the run.
             after: the run's state after the fact.
         """
-        last = closing(after, fact)
+        last, before = closing(after, fact), self._before
+        self._before = after
         if not isinstance(fact, Committed):  # of the state, which also has what was before the first fact told here
             if not self._selected:
                 self._selected = {*after.asked, *after.answered}
             if isinstance(fact, Asked):
                 self._selected.update(fact.devices)
             self._answered = after.answered
+            if isinstance(fact, Reopened) and before is not None:
+                return [f"{FINAL if last else f'round {fact.round}'}: {_reopened(fact, before)}"]
             return sentences(fact, last)
         told = _committed(fact, last, list(self._answered.values()), len(self._selected))
         self._selected, self._answered = set(), {}
@@ -205,13 +209,32 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Extended():
             return [f"round {fact.round}: no quorum by the deadline; the round stays open until there is one"]
         case Reopened():
-            return [f"round {fact.round}: no quorum by the deadline; starting another attempt"]
+            return [f"round {fact.round}: no quorum; starting another attempt"]
         case Ended():
             return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]
         case Resumed():
             return ["resumed"]
         case _:
             raise AssertionError(fact)
+
+
+def _reopened(fact: Reopened, before: Rounds) -> str:
+    """Why an attempt ended without a quorum, and what follows; `before` is the state that the fact met."""
+    silent, turned = sorted(before.asked), before.declined.keys() - before.idle
+    parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
+    if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
+        parts.append(f"what {_names(refused)} sent was refused")
+    if declined := sorted(turned - before.roll):
+        parts.append(f"{_names(declined)} declined")
+    if before.idle:
+        parts.append(f"nothing to do for {_names(sorted(before.idle))}")
+    if silent:
+        parts.append(f"nothing from {_names(silent)}")
+    why = " by the deadline" if silent or not before.declined else ", and no other board to ask"
+    again = "starting another attempt"
+    if fact.attempt == before.attempt:
+        again = "beginning the attempt anew, as boards that it needs are away or at other jobs' tasks"
+    return f"no quorum{why} ({', '.join(parts)}); {again}"
 
 
 def _committed(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:

@@ -12,6 +12,7 @@ from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.rollout_log import Kept, RolloutLog
 from fedquilt.coordinator.rollouts import (
+    UNABLE,
     Aborted,
     AnyFact,
     Begun,
@@ -29,7 +30,7 @@ from fedquilt.coordinator.rollouts import waits as hold_up
 from fedquilt.coordinator.store_rows import served
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
-ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "")
+ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "lost", "")
 SHOWN: Final = 200  # boards of one rollout
 NAMED: Final = 5  # boards that it waits for
 
@@ -63,8 +64,8 @@ def detail(kept: Kept) -> dict[str, Any]:
         {
             "device": device,
             "step": state.offered[device],
-            "phase": state.phase(device) or "silent",
-            "reason": heard.reason if (heard := state.heard.get(device)) is not None else "",
+            "phase": (standing := state.standing(device)) or "silent",
+            "reason": _said(standing, heard := state.heard.get(device)),
             "metrics": dict(heard.metrics) if heard is not None else {},
         }
         for device in state.offered
@@ -100,7 +101,7 @@ def held(kept: Kept, log: RolloutLog, around: Sight) -> str:
     Raises:
         StoreError: they cannot be read.
     """
-    if kept.state.status not in ("queued", "running"):
+    if not kept.state.under_way:
         return ""
     return waits(kept.state, log.facts(kept.state.id), around)
 
@@ -113,7 +114,7 @@ def waits(state: Rollout, facts: Sequence[tuple[int, float, AnyFact]], around: S
         facts: its facts, with their wall-clock times.
         around: what is known beside it.
     """
-    if state.status not in ("queued", "running"):
+    if not state.under_way:
         return ""
     if not around.served:
         return f"a coordinator: nobody serves {around.home}, `fedquilt serve --home {around.home}` does"
@@ -125,7 +126,8 @@ def waits(state: Rollout, facts: Sequence[tuple[int, float, AnyFact]], around: S
     for device in {*around.boards, *state.offered}:
         board = around.boards.get(device, Board(device))
         since_s = max(told_s.get(device, 0.0), 0.0 if board.online else board.since or 0.0)
-        seen[device] = Seen(board.online, since_s, board.labels if device in around.boards else None)
+        has = board.labels if device in around.boards else None
+        seen[device] = Seen(board.online, since_s, has, device not in state.without)
     fleet = concerned(state, around.every, seen)
     if state.open:
         names = hold_up(state, fleet, around.now)
@@ -149,6 +151,15 @@ def unchosen(plan: Plan, around: Sight) -> str:
     known = f"of the {len(around.boards)} boards that are known, none" if len(around.boards) > 1 else "the only board"
     isnt = "is" if len(around.boards) > 1 else "is not"
     return f"a board: {known} {isnt} selected by {chosen}; `fedquilt devices --home {around.home}` shows their labels"
+
+
+def _said(standing: str, heard: Heard | None) -> str:
+    """Why a board stands so: its own words, or that there were none."""
+    if heard is None:
+        return ""
+    if standing == "lost":
+        return f"it came no further than {heard.phase} and fell silent: it counts as failed"
+    return heard.reason
 
 
 def lines(known: Sequence[Kept], now: float) -> list[str]:
@@ -198,8 +209,10 @@ def told(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], around: Sight)
 def sentence(state: Rollout, fact: AnyFact) -> str:
     """A fact of a rollout as a sentence; `state` is the rollout at that moment or later."""
     match fact:
-        case Begun():
-            return f"begun: {state.plan.kind} {state.plan.name}"
+        case Begun(without=unable):
+            named = ", ".join(unable[:SHOWN]) + (f" and {len(unable) - SHOWN} more" if len(unable) > SHOWN else "")
+            out = f"; left out, as {UNABLE}: {named}" if unable else ""
+            return f"begun: {state.plan.kind} {state.plan.name}{out}"
         case Offered(number, devices):
             return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"
         case Heard(device, phase=phase, reason=reason):

@@ -78,6 +78,10 @@ class Kind(Protocol):
         """Whether an exchange has come to its end: it has not while a hook runs."""
         return True
 
+    def unable(self) -> str:
+        """Why no release of this kind can ever be put in use here, in a few words; "": one can."""
+        return ""
+
     def need_bytes(self, release: Release) -> int:
         """Memory that the check of a release will take; it is not begun while the board has less."""
         return 0

@@ -161,6 +161,10 @@ class AgentKind(Kind):
 
     # -- as a kind of release --
 
+    def unable(self) -> str:
+        """Why it cannot be upgraded: without a launcher nothing would return from a version that does not start."""
+        return "none: no launcher started the agent" if self._started is None else ""
+
     def current(self) -> str:
         """Bundle of the version in use; "": the flashed one."""
         if self._started is None:

@@ -172,4 +172,4 @@ def take_back(store: Store, kind: wire.Kind) -> str:
     from fedquilt.coordinator import requests
 
     found = latest(store, kind)
-    return (requests.abort if found.status in ("queued", "running") else requests.roll_back)(store, found.id)
+    return (requests.abort if found.under_way else requests.roll_back)(store, found.id)

@@ -212,6 +212,9 @@ class OperatingPoint(Told, frozen=True, omit_defaults=True):
     rates: Annotated[dict[Label, Rates], Meta(max_length=20)] = {}  # by `Work.workload`
 
 
+UPGRADES: Final = "upgrades"  # in `Profile.versions`: why its agent can never be upgraded over the air, if that is so
+
+
 class Profile(Told, frozen=True):
     """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import methods, metrics, tensors
+from fedquilt import methods, metrics, progress, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Bundle, Contribution, FedquiltError, JobError, Method, ModelError, Site, UpdateError
@@ -301,7 +301,8 @@ def run(name: str) -> Iterator[tuple[str, str, str]]:
         todo += [(f"{_words(check)}{on}", partial(check, kind)) for check in CHECKS]
     on_any = a_run_on_any_network_goes_on_from_the_store_in_type_and_shape
     todo += [(f"{_words(on_any)} ({network})", partial(on_any, name, network)) for network in NETWORKS]
-    for words, check in todo:
+    for number, (words, check) in enumerate(todo):
+        progress.LINE.part(f"{name}: {words}", number, len(todo))
         try:
             check()
         except Skipped as reason:

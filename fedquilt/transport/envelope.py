@@ -45,6 +45,12 @@ def close(session: Session, topic: str, payload: bytes) -> bytes:
 class StrangeSessionError(WireError):
     """A message of a session that this side does not have (any more)."""
 
+    def __init__(self, session: str) -> None:
+        super().__init__(
+            "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
+        )
+        self.session = session  # its name
+
 
 class UnsignedError(WireError):
     """A message in no envelope."""
@@ -65,9 +71,7 @@ def open(session: Session | None, route: wire.Route, message: Message) -> Messag
     if found is None or message.payload[-1:] != b"}" or len(message.payload) > wire.MAX_CHUNK + ENVELOPE_BYTES:
         raise UnsignedError
     if session is None or found[2] != session.name.encode():
-        raise StrangeSessionError(
-            "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
-        )
+        raise StrangeSessionError(found[2].decode())
     said = message.payload[found.end() : -1]
     session.require(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
     return message._replace(payload=b"" if said == _NOTHING else said)

@@ -42,6 +42,7 @@ AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and
 AGAIN_MOST_S: Final = 60.0
 HINT_S: Final = 2.0  # and at the least, if somebody says that there is a coordinator
 RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
+LATE_S: Final = 30.0  # after the exchange of a session: until then brokers bring what was on its way under the former
 
 _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
 
@@ -68,7 +69,8 @@ class Sealed(Around):
         super().__init__(link)
         self._identity, self._clock = identity, clock
         self._topics = wire.Topics(fleet)
-        self._refused = Garbage()
+        self._refused, self._late = Garbage(), Garbage()
+        self._former: dict[str, tuple[str, float]] = {}  # device -> name of its former session, when it is late no more
 
     @property
     def max_payload(self) -> int:
@@ -81,17 +83,37 @@ class Sealed(Around):
         except LinkError as error:
             log.error("cannot shake hands: %s", error)
 
-    def _refuse(self, message: Message, error: Exception) -> None:
+    def _exchange(self, device: str, former: Session | None) -> None:
+        """Note that another session has taken the place of a device's former one."""
+        if former is not None:
+            self._former[device] = (former.name, self._clock() + LATE_S)
+
+    def _refuse(self, message: Message, error: Exception, key: Session | None) -> None:
+        """Log what is refused. What is late, as every exchange of a session leaves it, is noted without a warning.
+
+        Args:
+            message: the refused one.
+            error: why it is.
+            key: session with the device whose message it is.
+        """
         if message.retained and isinstance(error, StrangeSessionError | UnsignedError):
             return  # what lies at the broker from before is no news
         kind = str(error).partition(":")[0]  # "unsigned", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
+        if isinstance(error, StrangeSessionError):
+            former, until_s = self._former.get(wire.sender(message.topic), ("", -math.inf))
+            if key is None or (error.session == former and self._clock() < until_s):
+                if said := self._late.take(message.topic, error, message.retained, self._clock()):
+                    log.info("%s", said)
+                return
         if said := self._refused.take(message.topic, error, message.retained, self._clock(), kind):
             log.warning("%s", said)
 
     def _tell_refused(self) -> None:
         for said in self._refused.due(self._clock()):
             log.warning("%s", said)
+        for said in self._late.due(self._clock()):
+            log.info("%s", said)
 
 
 def flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
@@ -173,7 +195,7 @@ class BoardLink(Sealed):
                 if (said := self._take(message)) is not None:
                     taken.append(said)
             except WireError as error:
-                self._refuse(message, error)
+                self._refuse(message, error, self._key)
         self._begin_if_due()
         self._tell_refused()
         return taken
@@ -247,6 +269,7 @@ class BoardLink(Sealed):
         self._hello(self._device, "up", flight(attempt, 2, answer))
 
     def _agreed(self, session: Session) -> None:
+        self._exchange(self._device, self._key)
         self._key, self._attempt, self._wanted, self._alone = session, None, False, False
         if self._announced not in (None, session.epoch):
             self._disproved = self._announced

@@ -72,7 +72,7 @@ class FleetLink(Sealed):
                 if (said := self._take(route, message)) is not None:
                     taken.append(said)
             except (WireError, JobError) as error:
-                self._refuse(message, error)
+                self._refuse(message, error, self._session_of(wire.sender(message.topic)))
                 if isinstance(error, StrangeSessionError) and not message.retained:
                     self._ask_if_unknown(route.device)
         self._tell_refused()
@@ -159,6 +159,7 @@ class FleetLink(Sealed):
         session, answer = attempt.grant(self._epoch)
         self._hello(device, "dn", flight(attempt, 3, answer))
         session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good
+        self._exchange(device, self._keys.get(device))
         self._keys[device] = session
         log.info("signed: %s has proved that it is; session %s", device, session.name)
 

@@ -11,8 +11,10 @@ from rolled import MODEL, OTHER, TOPICS, Ground, good
 from fedquilt import wire
 from fedquilt.coordinator import requests
 from fedquilt.coordinator.rolling import SETTLE_S
-from fedquilt.coordinator.rollouts import Done, Heard, Offered, Passed
+from fedquilt.coordinator.rollouts import Begun, Done, Heard, Offered, Passed
+from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core import JobError
+from fedquilt.core.messages import UPGRADES
 
 
 @pytest.fixture
@@ -104,6 +106,40 @@ def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
 
 
 # -- boards that are away -------------------------------------------------------------------------
+def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(ground: Ground) -> None:
+    """Two of four have no launcher: they are offered models, and no version of the agent."""
+    never = {"versions": {UPGRADES: "none: no launcher started the agent"}}
+    unable = ground.fleet(2, lambda device, release: "refused" if release.kind == "agent" else "committed", **never)
+    ground.fleet(2)
+    id = ground.deploy(kind="agent", canary=0.5, phases=(1.0,))
+    ground.play(30.0)
+    state = ground.state(id)
+    assert (state.status, state.counts()) == ("done", {"committed": 2})
+    assert not any(board.releases for board in unable)
+    begun = told(ground, Begun)[0]
+    assert begun.without == ("b-000", "b-001")
+    said = "begun: agent digits; left out, as no launcher started their agents: b-000, b-001"
+    assert view.sentence(state, begun) == said
+    ground.fleet(1, **never)
+    ground.play(10.0)
+    assert ground.state(id).counts() == {"committed": 2}
+    model = ground.deploy(OTHER, canary=0.5, phases=(1.0,))
+    ground.play(30.0)
+    assert ground.state(model).counts() == {"committed": 5}
+
+
+def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(ground: Ground) -> None:
+    """It would wait for ever."""
+    ground.fleet(2, versions={UPGRADES: "none: no launcher started the agent"})
+    id = ground.deploy(kind="agent")
+    ground.play(10.0)
+    state = ground.state(id)
+    assert state.status == "aborted"
+    assert state.reason == (
+        "no board that it selects can be upgraded, as no launcher started their agents: b-000, b-001"
+    )
+
+
 def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
     """Neither a board that was known before nor a new one holds the rollout up while it is off."""
     boards = ground.fleet(8)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt import wire
+from fedquilt.coordinator.rollout_log import Kept
 from fedquilt.coordinator.rollouts import (
     ALLOWED,
     LONGEST_S,
@@ -31,6 +32,7 @@ from fedquilt.coordinator.rollouts import (
     told,
     waits,
 )
+from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core import BlobRef, JobError
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
@@ -164,6 +166,26 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
     else:
         assert isinstance(fact, Aborted)
         assert failed > 0.2 * ended
+
+
+def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again() -> None:
+    """Once the step has passed without it; one that said nothing at all is silent, as before."""
+    devices = names(12)
+    now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
+    for device in devices[2:]:
+        now = apply(now, Heard(device, 7, "committed"))
+    now = apply(now, Heard(devices[0], 7, "checking"))
+    fleet = {name: Seen(False, 0.0) for name in devices}
+    assert now.counts() == {"checking": 1, "": 1, "committed": 10}
+    for fact in (decide(now, fleet, 1e6, 8), Passed(1), Done()):
+        assert isinstance(fact, Passed | Done)
+        now = apply(now, fact)
+    assert (now.status, now.counts()) == ("done", {"lost": 1, "": 1, "committed": 10})
+    told = view.detail(Kept(now, 0.0, 0.0, "me", ""))
+    assert told["counts"] == {"committed": 10, "lost": 1, "silent": 1}
+    assert (told["boards"][0]["phase"], told["boards"][1]["phase"]) == ("lost", "silent")
+    assert told["boards"][0]["reason"] == "it came no further than checking and fell silent: it counts as failed"
+    assert apply(now, Heard(devices[0], 7, "committed")).counts() == {"": 1, "committed": 11}
 
 
 def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:

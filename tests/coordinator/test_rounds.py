@@ -23,7 +23,8 @@ from fedquilt.coordinator.facts import (
     Rounds,
     apply,
 )
-from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s, waits_for_answers
+from fedquilt.coordinator.refusals import AGAIN_ROUNDS
+from fedquilt.coordinator.rounds import decide, left_alone, next_s, waits_for_answers
 from fedquilt.core import JobError, Work
 
 

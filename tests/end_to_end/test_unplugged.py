@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from fedquilt import config
 from fedquilt.coordinator.views import devices
 from fedquilt.edge_agent.settings import BrokerSettings
 
+PLACES = ("devices", "page", "metric")
 SEEN_S = 25.0  # within which a board that is unplugged has to be seen
+KEEPALIVE_S = int(os.environ.get("FEDQUILT_TEST_KEEPALIVE_S", "5"))  # 10 is the usual one; with -s times are printed
 LOOKS_S = 6.0  # Mosquitto looks for silent clients as rarely as that, as measured
 
 
@@ -43,7 +47,7 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
     """Its process is stopped: its connections stay open, as those of a board whose cable is pulled."""
     broker, home = mosquitto(), tmp_path / "runs"
     table = {"device": "a", "home": str(tmp_path / "a"), "board": "jetson-nano", "labels": ["site=lab"]}
-    (tmp_path / "a.toml").write_text(config.text({**table, "broker": {"url": broker.url, "keepalive_s": 5}}))
+    (tmp_path / "a.toml").write_text(config.text({**table, "broker": {"url": broker.url, "keepalive_s": KEEPALIVE_S}}))
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
     log = tmp_path / "serve.log"
@@ -69,9 +73,15 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
 
         assert (page(), metric()) == ("idle", "1.0")
         processes.running["a"].send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
         until(lambda: states() == [("offline", ("site=lab",))], "the board is offline")
+        seen_s = [time.monotonic() - stopped_s]
         until(lambda: page() == "offline", "the page shows it")
+        seen_s.append(time.monotonic() - stopped_s)
         until(lambda: metric() == "0.0", "the metric says it")
+        seen_s.append(time.monotonic() - stopped_s)
+        told = ", ".join(f"{where} {after_s:.1f} s" for where, after_s in zip(PLACES, seen_s, strict=True))
+        print(f"keepalive_s {KEEPALIVE_S}, stopped: offline after {told}")
         processes.running["a"].send_signal(signal.SIGCONT)
         until(lambda: states() == [("idle", ("site=lab",))], "the board is online again")
         until(lambda: page() == "idle", "the page shows that too")

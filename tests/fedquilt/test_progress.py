@@ -135,3 +135,21 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
     with progress.during("bench", line):
         pass
     assert out.getvalue().endswith("\r\x1b[K")
+
+
+def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take() -> None:
+    """Nothing of that is left for the work that comes after it."""
+    out = Terminal()
+    line = Line(out, live=True, clock=(clock := Clock()))
+    with progress.during("preparing", line):
+        for number, name in enumerate(("donor a", "donor b", "the files")):
+            clock.now_s += 10.0
+            line.part(name, number, 3)
+            line.elapsed("preparing", 0.0)
+    told = [text for text in out.getvalue().split("\r\x1b[K") if text]
+    assert any(text.startswith("preparing: donor a, ") and text.endswith(" so far (0 of 3 done)") for text in told)
+    assert told[-1].startswith("preparing: the files, ")
+    assert told[-1].endswith(" so far (2 of 3 done, about 10 s left)")
+    clock.now_s += 10.0
+    line.elapsed("another", 0.0)
+    assert out.getvalue().endswith(" so far")

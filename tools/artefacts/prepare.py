@@ -7,13 +7,14 @@ the same job twice gives the same bytes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fedquilt import bundle, config, footprint, tensors, units
+from fedquilt import bundle, config, footprint, progress, tensors, units
 from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
@@ -64,6 +65,7 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     """
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
+    far = _far(job)
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
     own = job["model"].get("input") if job.get("model") else None
@@ -75,20 +77,32 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
         say(f"for [data] of each board's agent.toml: {categories.written(words)}")
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
+        far("the network")
         facts, parts = _model(job["model"], wanted)
         meta |= facts
         files |= parts
         say(f"model {facts['network']['name']}: {units.size(len(files['model']))}")
         if job.get("schedule"):
+            far("which part of it to train")
             model = tensors.decode(files["model"])
             meta["schedule"] = frozen_part.at_prepare(job["schedule"], facts["network"], model, say)
     if job.get("donors"):
-        meta |= _stock(job, wanted, files, say)
+        meta |= _stock(job, wanted, files, say, far)
     if trial is not None:
+        far("blocks in 8 bits")
         for name, graph in trial.accepted(out, meta, files, say).items():
             meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
             files[f"{name}.int8.onnx"] = graph
+    far("the files")
     return bundle.write(out, meta, files)
+
+
+def _far(job: Mapping[str, Any]) -> Callable[[str], None]:
+    """Tells the line of progress of each part of the work when it begins."""
+    network = bool(job.get("model"))
+    total = network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
+    begun = itertools.count()
+    return lambda now: progress.LINE.part(now, next(begun), total)
 
 
 def _measured(job: Mapping[str, Any]) -> inputs.Values:
@@ -216,7 +230,11 @@ def _trial(job: Mapping[str, Any]) -> Trial:
 
 
 def _stock(
-    job: Mapping[str, Any], wanted: Input | inputs.Values | None, files: dict[str, bytes], say: Callable[[str], None]
+    job: Mapping[str, Any],
+    wanted: Input | inputs.Values | None,
+    files: dict[str, bytes],
+    say: Callable[[str], None],
+    far: Callable[[str], None],
 ) -> dict[str, Any]:
     labels = [str(label) for label in job.get("labels") or ()]
     if wanted is None or not labels:
@@ -230,6 +248,7 @@ def _stock(
         raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
     meta: dict[str, Any] = {"input": msgspec.to_builtins(wanted), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
+        far(f"donor {donor.name}")
         facts, blocks = _donor(donor, wanted, labels, files, say)
         meta["donors"][donor.name] = facts
         meta["blocks"] |= blocks

@@ -144,7 +144,8 @@ def measure(
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
         truth = images.prepare(example.x, table)[0]
         line = [truth]
-        for row in chosen:
+        for place, row in enumerate(chosen):
+            progress.LINE.part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
             gradient = uploaded(row, network, start, example, engine)
             rng = tensors.rng("audit", seed, index, row.label)
             if row.noise:

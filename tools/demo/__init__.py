@@ -25,7 +25,7 @@ from fedquilt.coordinator.views import costs
 from fedquilt.core import Examples
 from fedquilt.models.stitching import names
 from fedquilt.tools.artefacts import export
-from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone
+from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone, parts
 from fedquilt.tools.demo.live import Live, bold
 from fedquilt.tools.experiments import evaluate
 from fedquilt.tools.report import html, page, plots
@@ -62,11 +62,13 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
         return 8
     with Store(plan.home) as store:
         live.clear()
-        with progress.ticking(lambda: live.show(COMPARING)) if text else contextlib.nullcontext():
+        far = live.parts(COMPARING, 1 + parts(members))
+        with progress.ticking(live.again) if text else contextlib.nullcontext():
+            far("the boards' network")
             evaluate.evaluate(store, run)
             found = gather(store, run)
             artefact = export.artefact(store, run)
-            others = compare(plan, artefact, members, test, found.points[-1].rounds)
+            others = compare(plan, artefact, members, test, found.points[-1].rounds, far)
             written = export.export(store, run, out / "stitched.onnx")
     live.clear()
     whole = found.account.whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -60,7 +60,14 @@ class Compared:
     scratch: Network
 
 
-def compare(plan: Plan, artefact: Any, members: Sequence[Member], test: Examples, rounds: int) -> Compared:
+def parts(members: Sequence[Member]) -> int:
+    """Number of parts of a comparison, for `far`."""
+    return len(members) + 3
+
+
+def compare(
+    plan: Plan, artefact: Any, members: Sequence[Member], test: Examples, rounds: int, far: Callable[[str], None]
+) -> Compared:
     """Measure everything that the stitched network `artefact` has to beat.
 
     Args:
@@ -69,6 +76,7 @@ def compare(plan: Plan, artefact: Any, members: Sequence[Member], test: Examples
         members: devices with their examples.
         test: examples that no device has.
         rounds: rounds for FedAvg, as many as the search took.
+        far: called when each of the `parts` begins, with what it is.
     """
     opened = bundle.load(plan.bundle)
     folder = plan.bundle / "blobs"
@@ -81,16 +89,17 @@ def compare(plan: Plan, artefact: Any, members: Sequence[Member], test: Examples
     single = msgspec.structs.replace(plan.job, cohort=Cohort())
     devices = []
     for member in members:
+        far(f"{member.device} alone")
         own = fedstitch.result(last_of(single, plan.bundle, [member], fedstitch.METHOD, engine))
         private = bench(member.held)
         accuracies = common.accuracy_of(own), private.accuracy_of(own), private.accuracy_of(artefact)
         devices.append(Device(member.device, len(member.train), len(member.held), *accuracies))
-    return Compared(
-        [Network(row.name, row.accuracy) for row in common.unmodified()],
-        [Network(row.name, row.accuracy) for row in common.heads()],
-        devices,
-        from_scratch(plan.job, rounds),
-    )
+    far("the donors as they are")
+    donors = [Network(row.name, row.accuracy) for row in common.unmodified()]
+    far("the donors with new heads")
+    heads = [Network(row.name, row.accuracy) for row in common.heads()]
+    far(f"{rounds} rounds of FedAvg")
+    return Compared(donors, heads, devices, from_scratch(plan.job, rounds))
 
 
 def from_scratch(job: Job, rounds: int) -> Network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ class Live(Console):
         super().__init__()
         self._line = progress.Line(sys.stdout, rarely_s=EVERY_S)
         self._joules = 0.0
+        self._part = ("", 0, 0)
 
     def observe(self, job: Running, fact: AnyFact) -> None:
         """Count joules."""
@@ -36,6 +38,20 @@ class Live(Console):
     def show(self, line: str) -> None:
         """Show a line with the seconds since the start; the next one replaces it."""
         self.status(lambda: line)
+
+    def parts(self, what: str, total: int) -> Callable[[str], None]:
+        """Gives what is to be called when each of `total` parts of some work begins; `again` shows it."""
+        begun = itertools.count()
+
+        def far(now: str) -> None:
+            self._part = (f"{what}: {now}", next(begun), total)
+
+        return far
+
+    def again(self) -> None:
+        """Show the part of the work that goes on, how many are done, and how long the others may take."""
+        now, done, total = self._part
+        self._line.at(lambda: f"{self._stamp()} {now}", done, total)
 
     def clear(self) -> None:
         """Remove the line, before something else is printed."""

@@ -203,7 +203,7 @@ class _Plot:
             counts = ", ".join(f"{number} {phase or 'asked'}" for phase, number in kept.state.counts().items())
             self._teller.now = f"boards with {kept.state.plan.name}: {counts or 'none yet'}"
             settled = all(kept.state.phase(device) in SETTLED for device in kept.state.offered)
-            return kept.state.status not in ("queued", "running") and settled
+            return not kept.state.under_way and settled
 
         self._until(ended)
         kept = find(id)
@@ -224,7 +224,13 @@ class _Plot:
         wanted = {each: children.Command([*words[each], "--threads", "1"], logs[each], fleet.folder) for each in words}
         running = stack.enter_context(children.running(wanted))
         self._fleet.processes.update({f"runner-{device}": process for device, process in running.items()})
-        self._until(lambda: all(map(address, logs.values())), "the runners start")
+
+        def started() -> bool:
+            there = sum(address(log) is not None for log in logs.values())
+            self._teller.now = f"the runners start: {there} of {len(logs)} are there"
+            return there == len(logs)
+
+        self._until(started)
         urls = {device: address(log) or "" for device, log in logs.items()}
         streams = Streams(urls, {device: fleet.models(device) for device in urls}, fleet.test)
         stack.enter_context(streams.flowing())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator.facts import Asked, Surveyed
-from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.store import UNDER_WAY, Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views.log import sentences
 from fedquilt.core import FedquiltError, JobError
@@ -111,7 +111,7 @@ def integrity(database: Path) -> Finding:
 
 def waiting(home: Path, store: Store) -> list[Finding]:
     """Jobs that ought to be going on and are not, and why."""
-    open_ = [row for row in store.jobs() if row.status in ("queued", "running", "stopping")]
+    open_ = [row for row in store.jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in open_[:SHOWN]) + (" ..." if len(open_) > SHOWN else "")
     if not store.served():
         if open_:
@@ -152,7 +152,7 @@ def _whole(store: Store) -> list[Finding]:
     """Check that the blobs of unfinished jobs and of results exist, and are what was stored."""
     told = []
     for row in store.jobs():
-        if row.status in ("queued", "running") and not (row.bundle / "bundle.json").is_file():
+        if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
             told.append(error("FQ510", said, f"fedquilt prepare JOB.toml --out {row.bundle}"))
     lost = sorted(one for one in store.states() if not _sound(store.depot.folder / one, one))

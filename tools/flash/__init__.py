@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedquilt import progress
 from fedquilt.core import JobError
 from fedquilt.tools.flash import bundle, coordinator, image, install, over_the_air, targets, wheels
 from fedquilt.tools.flash.coordinator import Coordinator
@@ -153,7 +154,9 @@ def upgrade(what: What, out: Path, authority: Path, *, whole: bool = False, say:
     """
     target = targets.find(what.target, what.python, what.interpreter)
     cache, extras = what.wheels or _cache(), sorted({*what.extras, "identity"})
+    progress.LINE.part("wheels, of which new ones are downloaded", 0, 2)
     house, _ = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
+    progress.LINE.part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
     over_the_air.make(house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say)
 
 

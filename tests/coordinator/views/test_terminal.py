@@ -7,12 +7,14 @@ import pytest
 
 from fedquilt.coordinator.facts import (
     Answered,
+    AnyFact,
     Asked,
     Closed,
     Committed,
     Declined,
     Lost,
     Plan,
+    Rejected,
     Reopened,
     Rounds,
     Started,
@@ -139,6 +141,43 @@ def test_progress_counts_rounds_of_work_alone() -> None:
     assert told[3] == "round 3: 1 of 2 updates; 1 of at most 2 rounds done"
     assert told[4] == "round 4: 1 of 2 updates; 2 of at most 2 rounds done"
     assert told[5] == "final evaluation: 1 of 2 updates; 2 of at most 2 rounds done"
+
+
+@pytest.mark.parametrize(
+    ("facts", "attempt", "said"),
+    [
+        (
+            [answer("a"), Declined(0, "b", "data", "none"), Declined(0, "c", "memory", "too big")],
+            1,
+            "no quorum, and no other board to ask (1 update, b, c declined); starting another attempt",
+        ),
+        (
+            [Declined(0, "b", "data", "none"), Rejected(0, "c", "NaN")],
+            1,
+            "no quorum by the deadline (0 updates, what c sent was refused, b declined, nothing from a); "
+            "starting another attempt",
+        ),
+        (
+            [Declined(0, "a", "none", "nothing"), answer("b"), answer("c")],
+            1,
+            "no quorum, and no other board to ask (2 updates, nothing to do for a); starting another attempt",
+        ),
+        (
+            [],
+            0,
+            "no quorum by the deadline (0 updates, nothing from a, b, c); beginning the attempt anew, as boards that "
+            "it needs are away or at other jobs' tasks",
+        ),
+    ],
+)
+def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyFact], attempt: int, said: str) -> None:
+    """A deadline is named only where boards were waited for until it."""
+    state, teller = begun(Cohort(size=4)), log.Teller()
+    for fact in [Asked(0, 0, ("a", "b", "c")), *facts, Reopened(0, attempt)]:
+        state = apply(state, fact, 1.0)
+        told = teller.tell(fact, state)
+    assert told == [f"round 0: {said}"]
+    assert log.sentences(Reopened(0, 1)) == ["round 0: no quorum; starting another attempt"]
 
 
 def test_a_count_is_told_to_the_last_one() -> None:

@@ -22,8 +22,12 @@ from waiting import alive, until
 
 from fedquilt import environment
 from fedquilt.core import BlobRef, FedquiltError, JobError, ModelError, StoreError
+from fedquilt.core.messages import UPGRADES
 from fedquilt.disk import Disk
+from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agents
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.events import Means
 from fedquilt.edge_agent.releases.kind import Verdict
 from fedquilt.edge_agent.upgrade import archive, build, launch
 from fedquilt.edge_agent.upgrade.kind import NO_LAUNCHER, AgentKind, Launched, launched
@@ -285,6 +289,15 @@ def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..
         kind.stage(Release(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
     assert (kind.current(), kind.ill(), kind.back(), kind.settled()) == ("", NO_LAUNCHER, False, True)
     kind.drop()
+    board = SimulatedDevice.named("jetson-tx2")
+    assert messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions[UPGRADES] == kind.unable() != ""
+
+
+def test_with_a_launcher_the_profile_says_nothing_of_upgrades(tmp_path: Path) -> None:
+    """Then versions can come, and may be refused for other reasons."""
+    board = SimulatedDevice.named("jetson-tx2")
+    kind = Board(tmp_path).kind
+    assert UPGRADES not in messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions
 
 
 def test_versions_where_tasks_may_write_are_refused(tmp_path: Path, bundle: Callable[..., Path]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from waiting import until
 
 import fedquilt.cli
 from command_lines import parsed
-from fedquilt import progress
+from fedquilt import cli, progress
 from fedquilt.cli import commands, main
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
@@ -243,3 +245,44 @@ def test_what_may_take_long_says_that_it_goes_on(
     monkeypatch.setattr(f"fedquilt.{module}.{function}", work)
     assert main(words) == 2
     assert "that is enough" in capsys.readouterr().err
+
+
+UNKNOWN = frozenset({"record", "export", "front", "evaluate", "partition", "report"})
+"""Commands that show for how long they have gone on, and of which nobody has found out how far they are."""
+
+
+def _sources(tool: str) -> str:
+    """A tool's module and those of its folder that it imports, or all modules of its package."""
+    found = importlib.util.find_spec(tool)
+    assert found is not None
+    assert found.origin is not None
+    places = [Path(place) for place in found.submodule_search_locations or ()]
+    if files := [file for place in places for file in place.glob("*.py")]:
+        return "".join(file.read_text() for file in files)
+    own = Path(found.origin)
+    nodes = [node for node in ast.walk(ast.parse(own.read_text())) if isinstance(node, ast.ImportFrom)]
+    beside = {own.with_name(f"{alias.name}.py") for node in nodes for alias in node.names}
+    return "".join(file.read_text() for file in (own, *beside) if file.is_file())
+
+
+def _showing() -> dict[str, str]:
+    """Command that shows itself with `progress.during` -> the sources of the tools that it imports to do its work."""
+    found = {}
+    for file in sorted(Path(cli.__file__).parent.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        if not any(isinstance(node, ast.Attribute) and node.attr == "during" for node in ast.walk(tree)):
+            continue
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        tools = [f"{node.module}.{alias.name}" for node in froms for alias in node.names]
+        places = ("fedquilt.tools", "fedquilt.coordinator", "fedquilt.testing")
+        known = [tool for tool in tools if tool.startswith(places) and importlib.util.find_spec(tool)]
+        found[file.stem] = "".join(map(_sources, known))
+    return found
+
+
+def test_every_command_that_shows_itself_says_how_far_it_is() -> None:
+    """The list is that of the commands' own files; what is unknown is named, and leaves the list once it is known."""
+    showing = _showing()
+    assert len(showing) > 8
+    assert all(showing.values())
+    assert {name for name, source in showing.items() if "LINE.part(" not in source} == UNKNOWN

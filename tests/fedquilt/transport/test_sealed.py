@@ -368,6 +368,42 @@ def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet: Flee
     assert len(fleet.broker.of(up("a", "hello"))) == hellos
 
 
+def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is one of a board that has another session, as after a restart of either side, and before there is any."""
+
+    def told(topic: str, payload: bytes) -> str:
+        caplog.clear()
+        fleet.mallory.publish(topic, payload)
+        fleet.run(0.1)
+        (record,) = (each for each in caplog.records if "stale: " in each.getMessage())
+        return record.levelname
+
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.link.publish(down("a"), CLAIM)
+    fleet.run()
+    own, sent = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    fleet.broker.change = lambda topic, payload: None if topic.endswith("up/hello") else payload
+    fleet.coordinate()
+    fleet.run(3.0)
+    assert told(up("a"), own) == "INFO"  # no board has a session with this coordinator yet
+    fleet.broker.change = lambda topic, payload: payload
+    fleet.run(60.0)
+    assert fleet.boards["a"].connected
+    assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.link.publish(down("a"), CLAIM)
+    fleet.run()
+    own, sent = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))  # it asks for another session
+    fleet.run(6.0)
+    assert told(down("a"), sent) == told(up("a"), own) == "INFO"
+    fleet.run(sealed.LATE_S)
+    assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
+    assert fleet.payloads("coordinator")[1:] == []
+
+
 def test_what_is_larger_than_any_message_is_not_even_hashed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker may carry a megabyte; a manifest has a quarter of one at most."""
     fleet.boards["a"].publish(up("a"), CLAIM)

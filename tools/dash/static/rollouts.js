@@ -2,8 +2,8 @@
 import { h, since, sync, table } from "./dom.js";
 import { status } from "./runs.js";
 
-const WORDS = { committed: "have it", soaking: "try it", checking: "check it", fetching: "fetch it", waiting: "wait", refused: "refused it", returned: "went back", silent: "have said nothing" };
-const COLOURS = { committed: "answered", refused: "declined", returned: "declined", soaking: "asked", checking: "asked", fetching: "asked" };
+const WORDS = { committed: "have it", soaking: "try it", checking: "check it", fetching: "fetch it", waiting: "wait", refused: "refused it", returned: "went back", lost: "fell silent", silent: "have said nothing" };
+const COLOURS = { committed: "answered", refused: "declined", returned: "declined", lost: "declined", soaking: "asked", checking: "asked", fetching: "asked" };
 
 export function page(place, { ask }) {
   const { made: list, body } = table("rollouts", [{ text: "Rollout" }, { text: "Status" }, { text: "Step" }, { text: "Boards" }, { text: "Begun" }], "cards rollouts");
