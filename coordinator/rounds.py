@@ -117,7 +117,8 @@ def waits_for_answers(state: Rounds, now_s: float) -> bool:
     return (
         state.phase == "open"
         and bool(state.asked)
-        and not (state.extended or state.short or (enough and len(state.answered) >= enough))
+        and not (state.extended or (enough and len(state.answered) >= enough))
+        and not any(device in state.asked for device in state.refused)  # an answer takes a refusal back
         and now_s < next_s(state)
     )
 
