@@ -121,6 +121,8 @@ class Store:
             self._require_whole()
             with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
+            if self._lock is not None:
+                self.depot.alone()
         return self._lock is not None
 
     def served(self) -> bool:
@@ -338,6 +340,7 @@ class Store:
 
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
+            self.depot.settle()  # what a fact names is on the disk before it
             with self._writing():
                 self._rows.append(rows)
 

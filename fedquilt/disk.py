@@ -7,6 +7,7 @@ after `sync` of the file, and that it has its name there only after `sync` of it
 
 from __future__ import annotations
 
+import builtins
 import errno
 import fcntl
 import hashlib
@@ -52,6 +53,46 @@ class Lock:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class OpenFile:
+    """A file that is kept open, so that small reads and writes of it cost one call of the system each.
+
+    Raises, from every method:
+        OSError: as the operating system has it.
+    """
+
+    def __init__(self, path: Place, mode: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+
+    def size(self) -> int:
+        """Bytes that it holds."""
+        return os.fstat(self._file).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read `size` bytes from `offset`, fewer at the end."""
+        return os.pread(self._file, size, offset)
+
+    def write(self, payload: bytes, offset: int) -> None:
+        """Write a part of it."""
+        _write(self._file, payload, offset)
+
+    def empty(self) -> None:
+        """Drop all that it holds."""
+        os.ftruncate(self._file, 0)
+
+    def sync(self) -> None:
+        """Wait until what it holds is on the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Disk:
@@ -101,7 +142,7 @@ class Disk:
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         """Read `size` bytes from `offset`, fewer at the end; by default all that follow."""
-        with open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
             file.seek(offset)
@@ -109,13 +150,13 @@ class Disk:
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
         """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
-        with open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0) as file:
             file.seek(offset)
             return file.readinto(buffer) or 0
 
     def pieces(self, path: Place) -> Iterator[memoryview]:
         """Read a file piece by piece; a piece holds until the next one is asked for."""
-        with open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
             while size := file.readinto(buffer):
                 yield buffer[:size]
@@ -176,6 +217,10 @@ class Disk:
                 os.ftruncate(file, size)
         finally:
             os.close(file)
+
+    def open(self, path: Place) -> OpenFile:
+        """Open a file for reading and writing, which is made if it does not exist."""
+        return OpenFile(path, self._mode)
 
     def sync(self, path: Place) -> None:
         """Wait until what a file holds, or which names a folder holds, is on the disk."""

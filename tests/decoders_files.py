@@ -65,7 +65,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     index = Index(meta={"network": {"name": "mlp"}, "flops": 9}, files={"model": ref})
     scored = Scores({"path": "x"}, (Score(5, 0.5, 12, 1.25, SHA),), (), {"a": 0.5})
     known, path = _log_of(folder / "home"), folder / "small.pack"
-    written = pack.Pack(str(path))
+    written = pack.Pack(str(path), REAL)
     for payload in (b"first", b"second blob"):
         sha256 = hashlib.sha256(payload).hexdigest()
         written.name(sha256, written.put(sha256, payload), len(payload))
@@ -73,7 +73,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
 
     def unpacked(payload: bytes) -> object:
         path.write_bytes(payload)
-        found = pack.Pack(str(path))
+        found = pack.Pack(str(path), REAL)
         return [found.read(name) for name in found.names()]
 
     def taken_up(payload: bytes) -> object:

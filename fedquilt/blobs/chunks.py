@@ -52,6 +52,18 @@ def agreed(own: int, asked: int) -> int:
     return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
+def single(ref: BlobRef, chunk: int) -> wire.Manifest | None:
+    """Manifest of a blob that fits into one chunk, whose digest is the blob's own; None: it does not, or is empty.
+
+    Nobody has to be asked for it: the chunk is requested at once, in half as many messages.
+    """
+    return (
+        wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
+        if 0 < ref.size <= chunk
+        else None
+    )
+
+
 def count(manifest: wire.Manifest) -> int:
     """Number of chunks of a blob; the last may be shorter."""
     return -(-manifest.size // manifest.chunk)

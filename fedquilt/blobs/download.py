@@ -38,7 +38,6 @@ class Pull:
         """`chunk`: largest for this side, in bytes; `patience_s`: time without progress before giving up."""
         self.ref = ref
         self.chunk = chunk
-        self.manifest: wire.Manifest | None = None
         self.had = bytearray()  # one byte per chunk: 1 if it is written
         self.failed: str | None = None
         self.duplicates = 0
@@ -56,6 +55,9 @@ class Pull:
         self._bad_run = 0
         self._doubted = False
         self._hold_s = -math.inf
+        self.manifest: wire.Manifest | None = chunks.single(ref, chunk)
+        if self.manifest is not None:
+            self.start(bytes(1))
 
     @property
     def done(self) -> bool:
@@ -226,7 +228,7 @@ class Pull:
         self._window = _START_WINDOW
         self._heard_s = self._progress_s = now_s
         if chunk < self.chunk or self.manifest is None:
-            self.chunk, self.manifest = chunk, None
+            self.chunk, self.manifest = chunk, chunks.single(self.ref, chunk)
 
     def park(self, now_s: float) -> None:
         """Let other downloads go first: time stands still for this one until `unpark`."""

@@ -1,6 +1,7 @@
-"""Many small blobs in one file, for a process that alone reads them and drops them soon: a round's updates.
+"""Many small blobs in one file, for a process that alone writes them and drops them soon: a round's updates.
 
-Creating, renaming and removing a file takes a file system many times longer than writing 30 kB into an open one.
+Creating, renaming and removing a file takes a file system many times longer than writing 30 kB into an open one, and
+one wait for the disk (`settle`) does for all that was written before.
 The file is a row of slots, each a head and a blob. The slot of a dropped blob is reused by the next of its
 size, so the file is as large as its contents at their peak. A killed process leaves whole slots, and
 perhaps one that is not: each is checked against its digest when the file is opened again.
@@ -11,7 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterator
 from typing import Final
+
+from fedquilt.disk import Disk, OpenFile
 
 _HEAD: Final = struct.Struct("<32sQ")  # digest, size of the blob
 
@@ -21,16 +25,19 @@ class Pack:
 
     Args:
         path: created with the first blob.
+        disk: where it is.
 
     Raises, from every method:
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path, self._file, self._end = path, -1, 0
+    def __init__(self, path: str, disk: Disk) -> None:
+        self._path, self._disk, self._end = path, disk, 0
+        self._opened: OpenFile | None = None
         self._at: dict[str, tuple[int, int]] = {}  # sha256 -> place, size
         self._free: dict[int, list[int]] = {}  # size -> places
-        if os.path.isfile(path):
+        self._unsettled = self._named = False  # whether a blob, or the file's name, is not on the disk yet
+        if disk.is_file(path):
             self._scan()
 
     def __contains__(self, sha256: str) -> bool:
@@ -49,20 +56,24 @@ class Pack:
         """Read `size` bytes of a blob from `offset`; by default all that follow."""
         place, whole = self._at[sha256]
         left = max(whole - offset, 0)
-        return os.pread(self._file, left if size is None else min(size, left), place + offset)
+        return self._file.read(place + offset, left if size is None else min(size, left))
 
     def put(self, sha256: str, payload: bytes) -> int:
         """Write a blob; returns its place, for `name` or `release`."""
         places = self._free.get(len(payload))
         place = places.pop() if places else self._end + _HEAD.size
-        view = memoryview(_HEAD.pack(bytes.fromhex(sha256), len(payload)) + payload)
-        at = place - _HEAD.size
-        self._open()
-        while view:
-            written = os.pwrite(self._file, view, at)
-            view, at = view[written:], at + written
+        self._unsettled = True
+        self._file.write(_HEAD.pack(bytes.fromhex(sha256), len(payload)) + payload, place - _HEAD.size)
         self._end = max(self._end, place + len(payload))
         return place
+
+    def settle(self) -> None:
+        """Wait until every blob is on the disk."""
+        if self._unsettled:
+            self._file.sync()
+            if not self._named:
+                self._disk.sync(os.path.dirname(self._path))
+            self._unsettled, self._named = False, True
 
     def name(self, sha256: str, place: int, size: int) -> None:
         """Make a blob that was put there available by its name."""
@@ -81,25 +92,48 @@ class Pack:
         if found is not None:
             self.release(*found)
 
-    def _open(self) -> None:
-        if self._file < 0:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def empty(self) -> None:
+        """Give its room back, if nothing is in it."""
+        if not self._at and self._end:
+            self._file.empty()
+            self._free.clear()
+            self._end = 0
+
+    @property
+    def _file(self) -> OpenFile:
+        if self._opened is None:
+            self._opened = self._disk.open(self._path)
+        return self._opened
 
     def _scan(self) -> None:
         """Find the blobs of an earlier process."""
-        self._open()
-        whole = os.fstat(self._file).st_size
-        while len(head := os.pread(self._file, _HEAD.size, self._end)) == _HEAD.size:
-            digest, size = _HEAD.unpack(head)
-            place = self._end + _HEAD.size
-            if place + size > whole:
-                return  # it was being written: the next one overwrites it
-            if hashlib.sha256(os.pread(self._file, size, place)).digest() == digest and digest.hex() not in self._at:
-                self._at[digest.hex()] = (place, size)
+        for digest, place, payload in slots(self._file):
+            if hashlib.sha256(payload).hexdigest() == digest and digest not in self._at:
+                self._at[digest] = (place, len(payload))
             else:
-                self.release(place, size)
-            self._end = place + size
+                self.release(place, len(payload))
+            self._end = place + len(payload)
 
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
+
+def slots(file: OpenFile) -> Iterator[tuple[str, int, bytes]]:
+    """Digest, place and content of each slot as it is in the file; one that was being written last is left out."""
+    at, whole = 0, file.size()
+    while len(head := file.read(at, _HEAD.size)) == _HEAD.size:
+        digest, size = _HEAD.unpack(head)
+        place = at + _HEAD.size
+        if place + size > whole:
+            return  # the next one overwrites it
+        yield digest.hex(), place, file.read(place, size)
+        at = place + size
+
+
+def copy_of(path: str, disk: Disk, sha256: str) -> bytes | None:
+    """A blob of a pack that another process writes; None: it is not there now."""
+    if not disk.is_file(path):
+        return None
+    file = disk.open(path)
+    try:
+        found = (payload for digest, _, payload in slots(file) if digest == sha256)
+        return next((each for each in found if hashlib.sha256(each).hexdigest() == sha256), None)
+    finally:
+        file.close()

@@ -4,7 +4,7 @@
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
     <sha256>.damaged  was whole, and holds other bytes now: out of use, and removed after a day
     <random>.tmp      being written by `put` or `put_file`
-    small.pack        small blobs that only one process reads (`stow`), if the depot is not durable
+    small.pack        small blobs that one process stores and drops soon (`stow`), once it has the depot alone
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
 process is killed or the power fails, a file with that name is whole. A part carries no record of
@@ -33,7 +33,7 @@ from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.pack import Pack
+from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.disk import REAL, Disk, Found
@@ -83,7 +83,19 @@ class Depot:
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
-            self._pack = None if durable else Pack(f"{self._prefix}small.pack")
+            self._pack = None if durable else self._opened_pack()
+
+    def alone(self) -> None:
+        """This process alone stows blobs here from now on: small ones share a file, and a wait for the disk."""
+        if self._pack is None:
+            with self._doing("open the small blobs"):
+                self._pack = self._opened_pack()
+
+    def settle(self) -> None:
+        """Wait until every stowed blob is on the disk, if the depot is durable."""
+        if self._pack is not None and self._durable:
+            with self._doing("store blobs"):
+                self._pack.settle()
 
     # -- what is here --
 
@@ -99,9 +111,10 @@ class Depot:
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable) is not None:
                     return path
-            if self._pack is None or sha256 not in self._pack:
+            payload = self._packed(sha256)
+            if payload is None:
                 return None
-            self._store(self._pack.read(sha256), sha256)
+            self._store(payload, sha256)
         return path
 
     def ref(self, sha256: str) -> BlobRef | None:
@@ -143,14 +156,14 @@ class Depot:
         """Read a whole blob; None: it is not here, or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
-                return self._pack.read(sha256)
+                return self._packed(sha256)
             try:
                 hashed = not self._durable and self._sound(sha256) is not None
                 if (payload := self._verified.load(self._at(sha256), sha256, hashed=hashed)) is None:
                     self._set_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
-                return None
+                return self._packed(sha256)
 
     # -- whole blobs --
 
@@ -170,9 +183,9 @@ class Depot:
         return ref
 
     def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store like `put` a blob that only this process reads, and drops soon: small ones get no file of their own.
+        """Store like `put` a blob that only this process drops, and soon: small ones get no file of their own.
 
-        In a durable depot they do.
+        In a durable depot they do unless this process is `alone`, and are on the disk after `settle` alone.
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.put(payload, expected)
@@ -193,7 +206,7 @@ class Depot:
         return ref
 
     def lay_by(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a small blob of known digest without naming it yet; returns its place. Not for a durable depot."""
+        """Write a small blob of known digest without naming it yet; returns its place. For who is `alone` only."""
         assert self._pack is not None
         with self._doing(f"store blob {ref.sha256[:12]}"):
             return self._pack.put(ref.sha256, payload)
@@ -250,6 +263,9 @@ class Depot:
         """Remove a blob, whole or in part."""
         if self._pack is not None and sha256 in self._pack:
             self._pack.drop(sha256)  # it may have a file as well
+            if self._durable and not self._pack.names():
+                with self._doing("give room back"):
+                    self._pack.empty()
             if not self.disk.is_file(self._at(sha256)):
                 return
         with self._doing(f"remove blob {sha256[:12]}"):
@@ -315,6 +331,28 @@ class Depot:
             self._place(part, ref.sha256)
 
     # -- within --
+
+    def _opened_pack(self) -> Pack:
+        return Pack(self._pack_at, self.disk)
+
+    @property
+    def _pack_at(self) -> str:
+        return f"{self._prefix}small.pack"
+
+    def _packed(self, sha256: str) -> bytes | None:
+        """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
+        if self._pack is None:
+            return copy_of(self._pack_at, self.disk, sha256)
+        if sha256 not in self._pack:
+            return None
+        payload = self._pack.read(sha256)
+        if self._durable and hashlib.sha256(payload).hexdigest() != sha256:
+            log.warning(
+                "blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder
+            )
+            self._pack.drop(sha256)
+            return None
+        return payload
 
     def _at(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):

@@ -29,7 +29,7 @@ from fedquilt.transport import mqtt_errors
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.connect import ANSWER_S, Retry, Waiting, dial, read_ahead
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt_client import KIB, Client, payload_limit
+from fedquilt.transport.mqtt_client import KIB, Client, payload_limit, reason_of
 from fedquilt.transport.send_queue import BREAKS, Sending, SendQueue
 from fedquilt.transport.subscriptions import Subscriptions
 
@@ -249,11 +249,9 @@ class MqttLink:
             password = self.broker.password()
         except FedquiltError as error:
             return self._lose(error)
-        client = self._client = Client(sock, self.level, self.client_id)
+        client = self._client = Client(sock, self.level, self.client_id, self._on_message, self._on_publish)
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
-        client.on_message = self._on_message
-        client.on_publish = self._on_publish
         client.on_subscribe = self._on_subscribe
         client.on_log = self._on_log
         self._farewell, self._said = None, ""
@@ -310,22 +308,23 @@ class MqttLink:
                 self._drop(1, f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped")
             else:
                 qos = int(message.reliable)
-                self._queue.sent(client.publish(message.topic, message.payload, qos, message.retain).mid, message)
+                self._queue.sent(client.send(message.topic, message.payload, qos, message.retain), message)
 
-    def _on_publish(self, client: Any, userdata: Any, mid: int, reason: ReasonCode, properties: Any) -> None:
+    def _on_publish(self, mid: int, code: int) -> None:
         """A QoS-1 message was acknowledged, or a QoS-0 message written."""
         message = self._queue.done(mid)
-        if message is not None and reason.is_failure:
-            self._drop(1, mqtt_errors.not_taken(self.broker, message.topic, reason.value, str(reason)))
-
-    def _on_message(self, client: Any, userdata: Any, message: paho.MQTTMessage) -> None:
-        try:
-            topic = message.topic
-        except UnicodeDecodeError:
+        if message is None or code < mqtt_errors.UNSPECIFIED:
             return
+        if code == mqtt_errors.TOO_LARGE:
+            self._try_smaller(message)
+            self.max_payload = min(self.max_payload, self._ceiling or self.max_payload)
+        else:
+            self._drop(1, mqtt_errors.not_taken(self.broker, message.topic, code, reason_of(code)))
+
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
         if self._subscribed.match(topic):  # else of an earlier subscription, or another client's (amqtt)
-            self._inbox.append(Message(topic, bytes(message.payload), message.retain))
-            self._inbox_bytes += len(message.payload) + len(topic)
+            self._inbox.append(Message(topic, payload, retained))
+            self._inbox_bytes += len(payload) + len(topic)
 
     def _on_subscribe(self, client: Any, userdata: Any, mid: int, reasons: list[ReasonCode], properties: Any) -> None:
         for reason in reasons:
@@ -377,11 +376,16 @@ class MqttLink:
         culprit = self._queue.broken(times, innocent=code == mqtt_errors.KEEP_ALIVE)
         if culprit is None:
             return
-        if culprit.size > SMALLEST_CEILING:  # the next may be half as large, and need not wait
-            self._ceiling = max(culprit.size // 2, SMALLEST_CEILING)
+        if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
             self._retry.failures = 0
             self._due_s = time.monotonic()
-        self._drop(1, mqtt_errors.too_large(self.broker, culprit.topic, culprit.size))
+        self._try_smaller(culprit)
+
+    def _try_smaller(self, refused: Sending) -> None:
+        """Drop a message that is too large for the broker; the next may be half as large."""
+        if refused.size > SMALLEST_CEILING:
+            self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
+        self._drop(1, mqtt_errors.too_large(self.broker, refused.topic, refused.size))
 
     def _drop(self, count: int, sentence: str) -> None:
         self.dropped += count

@@ -1,18 +1,29 @@
-"""Paho client of one connection, on an open socket; and the largest payload of a broker."""
+"""Client of one connection, on an open socket; and the largest payload of a broker.
+
+Paho speaks to the broker: it introduces this side, subscribes, keeps the connection alive. Messages and their
+acknowledgements, which are nearly all packets, do not go through it: paho 2.2 takes 3 to 4 reads of the socket for each
+packet, a write for each, and a dozen tables of properties that nobody looks at. `Client` reads and writes 64 KiB at a
+time, takes and makes these two kinds of packets itself, and hands paho all others.
+"""
 
 from __future__ import annotations
 
 import os
 import select
 import socket
+import ssl
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedquilt.transport import packets
 
 if TYPE_CHECKING:
     from fedquilt.transport.broker import Broker
@@ -22,6 +33,7 @@ HEADER: Final = KIB  # bytes left for the topic and the packet's own header
 UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
 FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
+AT_ONCE: Final = 64 * KIB  # bytes of a read or a write of the socket
 
 
 def payload_limit(level: int, announced: int | None, override: int | None) -> int:
@@ -33,11 +45,38 @@ def payload_limit(level: int, announced: int | None, override: int | None) -> in
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
 
 
-class Client(paho.Client):
-    """Paho client on an open socket, so that connecting never blocks."""
+def reason_of(code: int) -> str:
+    """Name of the reason for which a broker has not taken a message."""
+    try:
+        return str(ReasonCode(PacketTypes.PUBACK, identifier=code))
+    except (KeyError, ValueError):  # a code that paho does not know, or not of this packet
+        return f"reason {code}"
 
-    def __init__(self, sock: socket.socket, level: int, client_id: str) -> None:
-        self._given = sock
+
+class Client(paho.Client):
+    """Client on an open socket, so that connecting never blocks.
+
+    Args:
+        sock: to the broker.
+        level: of MQTT; 4 is 3.1.1.
+        client_id: name of this client at the broker.
+        heard: called with each message.
+        settled: called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and the reason code.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        level: int,
+        client_id: str,
+        heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
+        settled: Callable[[int, int], None] = lambda mid, code: None,
+    ) -> None:
+        self._given, self._level = sock, level
+        self._heard, self._settled = heard, settled
+        self._input, self._output = bytearray(), bytearray()
+        self._queued = self._written = 0  # bytes so far, of all packets
+        self._unreliable: deque[tuple[int, int]] = deque()  # (`_queued` at its end, id) of QoS-0 messages not written
         super().__init__(
             CallbackAPIVersion.VERSION2,
             client_id,
@@ -45,11 +84,90 @@ class Client(paho.Client):
             protocol=MQTTProtocolVersion(level),
             reconnect_on_failure=False,
         )
-        # With this callback paho queues packets instead of writing from inside publish().
-        self.on_socket_register_write = lambda client, userdata, sock: None
 
     def _create_socket(self) -> socket.socket:
         return self._given
+
+    # -- packets --
+
+    def send(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
+        """Queue a message; returns its id."""
+        mid = self._mid_generate()
+        self._queue(packets.publish(self._level, mid, topic, payload, qos, retain))
+        if not qos:
+            self._unreliable.append((self._queued, mid))
+        return mid
+
+    def want_write(self) -> bool:
+        """Whether packets wait to be written."""
+        return bool(self._output)
+
+    def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
+        """Read what is there, AT_ONCE at the most, and handle the packets that are complete."""
+        if self._sock is None:
+            return MQTTErrorCode.MQTT_ERR_NO_CONN
+        try:
+            came = self._sock.recv(AT_ONCE)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return MQTTErrorCode.MQTT_ERR_SUCCESS
+        except OSError:
+            came = b""
+        if not came:
+            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
+        self._last_bytes_received = time.monotonic()
+        self._input += came
+        taken = 0
+        try:
+            while self._sock is not None and (found := packets.first(self._input, taken)) is not None:
+                head, begin, taken = found
+                self._take(head, self._input[begin:taken])
+        except packets.MalformedPacketError:
+            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
+        finally:
+            del self._input[:taken]
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def loop_write(self) -> MQTTErrorCode:
+        """Write as much as the network takes."""
+        while self._output and self._sock is not None:
+            try:
+                size = self._sock.send(self._output[:AT_ONCE])
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except OSError:
+                return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
+            del self._output[:size]
+            self._written += size
+        while self._unreliable and self._unreliable[0][0] <= self._written:
+            self._settled(self._unreliable.popleft()[1], 0)
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def _take(self, head: int, body: bytearray) -> None:
+        """Handle a packet of the broker."""
+        kind = head & 0xF0
+        if kind == packets.PUBLISH and head & 0x06 != 0x04:  # QoS 2 was not subscribed to
+            topic, payload, mid = packets.published(self._level, head, body)
+            if topic is not None:
+                self._heard(topic, payload, bool(head & 1))
+            if mid is not None:
+                self._queue(packets.acknowledgement(mid))
+        elif kind == packets.PUBACK:
+            self._settled(*packets.acknowledged(body))
+        else:
+            self._in_packet.update(command=head, packet=body, remaining_length=len(body), pos=0)
+            if failed := self._packet_handle():
+                self._loop_rc_handle(failed)
+
+    def _packet_queue(self, command: int, packet: bytes | bytearray, *others: Any, **named: Any) -> MQTTErrorCode:
+        """Queue a packet that paho has made."""
+        self._queue(packet)
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def _queue(self, packet: bytes | bytearray) -> None:
+        self._output += packet
+        self._queued += len(packet)
+
+    # -- what this side asks for --
 
     def introduce(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
         """Send CONNECT; `will` is as in `transport.mqtt.MqttLink`."""
@@ -81,11 +199,11 @@ class Client(paho.Client):
         the goodbye would publish our last will.
         """
         until = time.monotonic() + 1.0
-        with socket.socket(fileno=os.dup(sock.fileno())) as raw:  # paho closes its own once it has written
+        with socket.socket(fileno=os.dup(sock.fileno())) as raw:  # paho closes its own if the broker is gone
             self.disconnect()
             poller = select.poll()
             poller.register(raw, select.POLLOUT)
-            while self.socket() is not None and time.monotonic() < until:
+            while self.socket() is not None and self.want_write() and time.monotonic() < until:
                 poller.poll(100)
                 self.loop_write()
             raw.settimeout(0.5)

@@ -145,8 +145,8 @@ def not_taken(broker: Broker, topic: str, code: int, reason: str) -> str:
 
 
 def too_large(broker: Broker, topic: str, size: int) -> str:
-    """Sentence on a message of `size` bytes at which the broker closes the connection each time."""
+    """Sentence on a message of `size` bytes that the broker refuses, or at which it closes the connection each time."""
     return (
-        f"{broker} hangs up at each message of {size} bytes to {topic}: it was dropped; "
+        f"{broker} takes no message of {size} bytes to {topic}: it was dropped; "
         "raise the broker's packet limit, or set max_payload to what it takes"
     )

@@ -41,6 +41,7 @@ class SendQueue:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
         self._waiting: deque[Sending] = deque()
         self._under_way: dict[int, Sending] = {}
+        self._bytes = self._reliable = self._suspected = 0  # of those under way: size, QoS 1, had a connection break
 
     def add(self, message: Sending) -> None:
         """Queue a message behind all others."""
@@ -62,13 +63,13 @@ class SendQueue:
         """
         if not self._waiting:
             return None
-        message, others = self._waiting[0], self._under_way.values()
-        if others and (
-            len(others) >= UNDER_WAY_MESSAGES
-            or message.size + sum(other.size for other in others) > UNDER_WAY_BYTES
+        message = self._waiting[0]
+        if self._under_way and (
+            len(self._under_way) >= UNDER_WAY_MESSAGES
+            or message.size + self._bytes > UNDER_WAY_BYTES
             or message.breaks
-            or any(other.breaks for other in others)
-            or (message.reliable and sum(other.reliable for other in others) >= window)
+            or self._suspected
+            or (message.reliable and self._reliable >= window)
         ):
             return None
         return self._waiting.popleft()
@@ -76,13 +77,20 @@ class SendQueue:
     def sent(self, packet_id: int, message: Sending) -> None:
         """Note a taken message as in flight."""
         self._under_way[packet_id] = message
+        self._count(message, 1)
 
     def done(self, packet_id: int) -> Sending | None:
         """Remove an acknowledged or written message; None: no such message."""
         message = self._under_way.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
+            self._count(message, -1)
         return message
+
+    def _count(self, message: Sending, by: int) -> None:
+        self._bytes += by * message.size
+        self._reliable += by * message.reliable
+        self._suspected += by * bool(message.breaks)
 
     def give_up(self, message: Sending) -> None:
         """Drop a taken message that will not be sent."""
@@ -98,6 +106,7 @@ class SendQueue:
             message.breaks += not innocent
         culprit = suspects.pop() if len(suspects) == 1 and suspects[0].breaks >= breaks else None
         self._under_way.clear()
+        self._bytes = self._reliable = self._suspected = 0
         self._waiting = deque(suspects + [message for message in self._waiting if message.reliable])
         self.backlog = sum(message.size for message in self._waiting)
         return culprit

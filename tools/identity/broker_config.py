@@ -25,7 +25,7 @@ Broker = Literal["mosquitto", "emqx"]
 
 PORT: Final = 8883
 MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
-MAX_QUEUED: Final = 1000  # messages for one client: blobs are pulled by windows, so far more than are ever due
+MAX_QUEUED: Final = 50_000  # messages for one client: 10,000 boards that all speak at once, some of them twice
 MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
 MAX_INFLIGHT: Final = 20
 ABSENT_DAYS: Final = 1  # how long a session outlives its client

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from fedquilt.disk import REAL, Disk, Found, Lock, Place
+from fedquilt.disk import REAL, Disk, Found, Lock, OpenFile, Place
 from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, Symlink, apply
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
@@ -23,6 +23,37 @@ It returns the error that the call is to raise, or raises `Crash`.
 
 class Crash(BaseException):
     """The process is gone, in the middle of what it did. No `except Exception` may catch it."""
+
+
+class SimFile(OpenFile):
+    """A file of a `SimDisk`, each call of which goes through the gate as those on a path do."""
+
+    def __init__(self, disk: SimDisk, path: Place) -> None:
+        self._disk, self._path = disk, path
+
+    def size(self) -> int:
+        """See `OpenFile`."""
+        found = self._disk.stat(self._path)
+        return 0 if found is None else found.size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See `OpenFile`."""
+        return self._disk.read(self._path, offset, size)
+
+    def write(self, payload: bytes, offset: int) -> None:
+        """See `OpenFile`."""
+        self._disk.write_at(self._path, payload, offset)
+
+    def empty(self) -> None:
+        """See `OpenFile`."""
+        self._disk.resize(self._path, 0)
+
+    def sync(self) -> None:
+        """See `OpenFile`."""
+        self._disk.sync(self._path)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class SimDisk(Disk):
@@ -146,6 +177,12 @@ class SimDisk(Disk):
                 node.data = node.data[:size] + bytes(max(0, size - len(node.data)))
         else:
             self._change([(folder, name, File(bytes(size), self.platter.inode(), self.platter.wall_ns()))])
+
+    def open(self, path: Place) -> SimFile:
+        """See `Disk`."""
+        if not self.is_file(path):
+            self.resize(path, 0)
+        return SimFile(self, path)
 
     def sync(self, path: Place) -> None:
         """See `Disk`."""

@@ -314,3 +314,25 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
     assert taken == 8
     assert pull.failed is not None
     assert "cut it anew more than 8 times" in pull.failed
+
+
+def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
+    """Its digest is the chunk's: one request, one answer."""
+    payload = BLOB[:CHUNK]
+    pull = Pull(ref_of(payload), CHUNK, 0.0)
+    assert pull.requests(0.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
+    assert not pull.take_chunk(0, b"x" * CHUNK, 0.1)
+    assert pull.take_chunk(0, payload, 0.2)
+    assert pull.done
+
+
+def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other() -> None:
+    """A broker's smaller packets: the other side answers with its manifest, and chunks are asked for by that."""
+    payload = BLOB[:CHUNK]
+    pull = Pull(ref_of(payload), CHUNK, 0.0)
+    pull.requests(0.0)
+    assert pull.take_manifest(cut(payload, KIB), 0.1)
+    assert indices(pull.requests(0.1)) == [0, 1]
+    assert pull.take_chunk(0, payload[:KIB], 0.2)
+    assert pull.take_chunk(1, payload[KIB:], 0.2)
+    assert pull.done

@@ -11,6 +11,7 @@ from fedquilt.blobs.pack import Pack
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.core import BlobRef
+from fedquilt.disk import REAL
 
 
 def sha256(payload: bytes) -> str:
@@ -18,7 +19,7 @@ def sha256(payload: bytes) -> str:
 
 
 def filled(path: Path, *payloads: bytes) -> Pack:
-    pack = Pack(str(path))
+    pack = Pack(str(path), REAL)
     for payload in payloads:
         pack.name(sha256(payload), pack.put(sha256(payload), payload), len(payload))
     return pack
@@ -41,11 +42,11 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
     filled(tmp_path / "pack", b"one", b"torn", b"three")
     content = (tmp_path / "pack").read_bytes()
     (tmp_path / "pack").write_bytes(content.replace(b"torn", b"to\0\0")[:-2])  # the last was cut off
-    pack = Pack(str(tmp_path / "pack"))
+    pack = Pack(str(tmp_path / "pack"), REAL)
     assert pack.names() == [sha256(b"one")]
     place = pack.put(sha256(b"four"), b"four")
     pack.name(sha256(b"four"), place, 4)
-    again = Pack(str(tmp_path / "pack"))
+    again = Pack(str(tmp_path / "pack"), REAL)
     assert sorted(again.names()) == sorted([sha256(b"one"), sha256(b"four")])
     assert again.read(sha256(b"four")) == b"four"
 

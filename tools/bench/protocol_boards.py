@@ -1,0 +1,246 @@
+"""Light boards for `fedquilt bench coordinator`: many in one process, each with a connection to the broker of its own.
+
+A board says what it is, accepts each task, fetches the task's blobs, offers an update of its own and sends what it is
+asked for: every message goes through the codecs that agents use, and nothing is trained. What a board has is in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import selectors
+import socket
+import sys
+import time
+from typing import Any, Final
+
+from fedquilt import tensors, wire
+from fedquilt.blobs import chunks
+from fedquilt.blobs.download import Pull
+from fedquilt.core import BlobRef, FedquiltError, Profile, Task, Update, Usage, Wired
+from fedquilt.edge_agent.agent import RETELL_MOST_S, RETELL_S
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt_client import Client, payload_limit
+
+FLEET: Final = "bench"
+EXAMPLES: Final = 32
+LOOK_S: Final = 1.0  # between looks for what has to be asked for again
+AGAIN_S: Final = 30.0  # after which an update without an answer is offered again
+CHUNK: Final = chunks.chunk_for(payload_limit(5, None, None))
+PROFILE: Final[dict[str, Any]] = {
+    "board": "bench",
+    "memory_bytes": 4 << 30,
+    "budget_bytes": 1 << 30,
+    "engines": ("numpy",),
+    "versions": {"numpy": "2"},
+}
+
+
+class Crowd:
+    """The boards of one process.
+
+    Args:
+        url: of the broker.
+        first: number of the first board.
+        count: how many there are.
+    """
+
+    def __init__(self, url: str, first: int, count: int) -> None:
+        self.broker, self.topics = Broker.parse(url), wire.Topics(FLEET)
+        self.blobs: dict[str, bytes] = {}  # sha256 -> content that the boards have fetched, once for all of them
+        self.boards = [Board(self, number) for number in range(first, first + count)]
+        self.refused = 0  # updates that the coordinator did not take
+        self._ready = selectors.DefaultSelector()
+
+    def connect(self) -> None:
+        """Connect all boards, and wait until the broker has what each of them says of itself."""
+        for board in self.boards:
+            board.connect()
+            self._ready.register(board.client.socket(), selectors.EVENT_READ, board)
+            self.turn(0.0)
+        while not all(board.told for board in self.boards):
+            self.turn(1.0)
+
+    def run(self) -> None:
+        """Go on until the process is killed."""
+        look_s = 0.0
+        while True:
+            self.turn(LOOK_S)
+            if (now_s := time.monotonic()) >= look_s:
+                look_s = now_s + LOOK_S
+                for board in self.boards:
+                    board.look(now_s)
+
+    def turn(self, timeout_s: float) -> None:
+        """Read what has come, and answer it."""
+        for key, _ in self._ready.select(timeout_s):
+            key.data.read()
+
+
+class Board:
+    """One board, as the coordinator sees it."""
+
+    def __init__(self, crowd: Crowd, number: int) -> None:
+        self.crowd, self.number, self.device = crowd, number, f"board-{number:05d}"
+        self.told = False  # whether the broker has its presence and profile
+        self._told, self._tell_s, self._patience_s = -1, 0.0, RETELL_S
+        self.client: Client
+        self._task: Task | None = None
+        self._pulls: dict[str, Pull] = {}  # by sha256
+        self._update: Update | None = None  # not answered yet
+        self._blob, self._manifest, self._offered_s = b"", b"", 0.0
+
+    def connect(self) -> None:
+        """Begin to connect; what follows does so in `read`."""
+        crowd = self.crowd
+        gone = wire.encode(wire.Presence(online=False, boot="bench"))
+        sock = socket.create_connection((crowd.broker.host, crowd.broker.port))
+        self.client = Client(sock, 5, self.device, self._hear, self._settled)
+        self.client.on_connect = self._greet
+        self.client.introduce(crowd.broker, None, (crowd.topics.device(self.device, "up", "presence"), gone))
+        self.read()
+
+    def read(self) -> None:
+        """Read what has come, and write what follows from it.
+
+        Raises:
+            ConnectionError: the broker has hung up.
+        """
+        self.client.loop_read()
+        while self.client.socket() is not None and self.client.want_write():
+            self.client.loop_write()
+        if self.client.socket() is None:
+            raise ConnectionError(f"the broker has hung up on {self.device}")
+
+    def look(self, now_s: float) -> None:
+        """Ask again for what has not come."""
+        for pull in list(self._pulls.values()):
+            self._ask(pull, now_s)
+        if self._update is not None and now_s >= self._offered_s + AGAIN_S:
+            self._offer(self._update, now_s)
+        if now_s >= self._tell_s:
+            self._tell(now_s)
+        self.client.loop_misc()
+        while self.client.want_write():
+            self.client.loop_write()
+
+    # -- messages --
+
+    def _greet(self, client: Any, userdata: Any, flags: Any, reason: Any, properties: Any) -> None:
+        self.client.ask(self.crowd.topics.for_device(self.device))
+        self._tell(time.monotonic())
+
+    def _tell(self, now_s: float) -> None:
+        """Say what it is, and again after longer and longer times, as agents do."""
+        self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
+        self._told = self._publish("profile", Profile(device=self.device, **PROFILE), retain=True)
+        self._tell_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, RETELL_MOST_S)
+
+    def _settled(self, mid: int, code: int) -> None:
+        self.told = self.told or mid == self._told
+
+    def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
+        route, now_s = wire.route(topic), time.monotonic()
+        match route.leaf:
+            case "coord" if wire.decode(payload, wire.CoordState).online:
+                self._patience_s = RETELL_S
+                self._tell(now_s)
+            case "task" if payload:
+                self._begin(wire.decode(payload, Task), now_s)
+            case "ack":
+                self._acknowledged(wire.decode(payload, wire.Ack))
+            case "get":
+                self._give(wire.decode(payload, wire.Get))
+            case "manifest" if route.sha256 in self._pulls:
+                self._pulls[route.sha256].take_manifest(wire.decode(payload, wire.Manifest), now_s)
+                self._ask(self._pulls[route.sha256], now_s)
+            case "chunk" if route.sha256 in self._pulls:
+                self._take(self._pulls[route.sha256], route.index, payload, now_s)
+
+    def _begin(self, task: Task, now_s: float) -> None:
+        again = self._task is not None and (task.job, task.round) == (self._task.job, self._task.round)
+        self._task = task
+        self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
+        if again and self._update is not None:
+            return self._offer(self._update, now_s)
+        self._pulls = {ref.sha256: Pull(ref, CHUNK, now_s) for ref in task.bundles.values()}
+        for pull in list(self._pulls.values()):
+            self._ask(pull, now_s)
+        return self._work(now_s)
+
+    def _ask(self, pull: Pull, now_s: float) -> None:
+        for get in pull.requests(now_s):
+            self._publish("blob/get", get)
+
+    def _take(self, pull: Pull, index: int, payload: bytes, now_s: float) -> None:
+        """Take a chunk; the tiny model is one."""
+        if pull.take_chunk(index, payload, now_s) and pull.done:
+            self.crowd.blobs = {**dict(list(self.crowd.blobs.items())[-8:]), pull.ref.sha256: payload}
+            del self._pulls[pull.ref.sha256]
+            self._work(now_s)
+
+    def _work(self, now_s: float) -> None:
+        """Make an update as soon as everything is here: the model that was sent, moved by the board's number."""
+        task = self._task
+        if task is None or self._pulls:
+            return
+        sent = tensors.decode(self.crowd.blobs[task.bundles["model"].sha256])
+        moved = {name: array + array.dtype.type(1e-6 * (self.number + 1)) for name, array in sent.items()}
+        self._blob = tensors.encode(moved)
+        ref = BlobRef(sha256=hashlib.sha256(self._blob).hexdigest(), size=len(self._blob))
+        self._manifest = wire.encode(chunks.cut(ref, CHUNK, lambda offset, size: self._blob[offset : offset + size]))
+        self._update = Update(
+            job=task.job,
+            round=task.round,
+            attempt=task.attempt,
+            device=self.device,
+            weight=float(EXAMPLES),
+            bundles={"model": ref},
+            metrics={"loss": 1.0},
+            usage=Usage(wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=ref.size),
+            layouts={"model": tensors.layout(moved)},
+            state=task.state,
+            epoch=task.epoch,
+        )
+        self._offer(self._update, now_s)
+
+    def _offer(self, update: Update, now_s: float) -> None:
+        self._offered_s = now_s
+        self._publish("update", update)
+
+    def _give(self, get: wire.Get) -> None:
+        """Send the update's manifest, or its only chunk."""
+        if get.indices:
+            topic = self.crowd.topics.chunk(self.device, "up", get.sha256, 0)
+            self.client.send(topic, self._blob, 0, False)
+        else:
+            topic = self.crowd.topics.blob(self.device, "up", get.sha256, "manifest")
+            self.client.send(topic, self._manifest, 1, False)
+
+    def _acknowledged(self, ack: wire.Ack) -> None:
+        if self._update is not None and (ack.job, ack.round) == (self._update.job, self._update.round):
+            self.crowd.refused += not ack.accepted
+            if not ack.accepted:
+                print(f"{self.device}'s update is refused: {ack.reason}", file=sys.stderr, flush=True)
+            self._update = None
+
+    def _publish(self, leaf: str, message: Wired, retain: bool = False) -> int:
+        topic = self.crowd.topics.device(self.device, "up", leaf)
+        return self.client.send(topic, wire.encode(message), 1, retain)
+
+
+def main(url: str, first: str, count: str) -> int:
+    """Run boards until they are killed, or the broker hangs up; a line says when all are connected."""
+    crowd = Crowd(url, int(first), int(count))
+    try:
+        crowd.connect()
+        print("ready", flush=True)
+        crowd.run()
+    except (FedquiltError, OSError) as error:
+        print(error, file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    os.nice(1)  # what is measured goes first
+    sys.exit(main(*sys.argv[1:]))
