@@ -41,6 +41,7 @@ class Conduct:
     """Of all devices. A device that has taken nothing of late is not remembered."""
 
     _accounts: dict[str, _Account] = field(default_factory=dict)
+    _most: int = 1024  # accounts before one looks which can be let go of
 
     def message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
         """What to do with a message of so many bytes; `cost_s` is what it costs beside them."""
@@ -69,8 +70,9 @@ class Conduct:
     def _at(self, device: str, now_s: float) -> _Account:
         account = self._accounts.get(device)
         if account is None:
-            if len(self._accounts) >= 1024:
+            if len(self._accounts) >= self._most:
                 self._forget(now_s)
+                self._most = max(1024, 2 * len(self._accounts))  # a look takes as long as there are accounts
             account = self._accounts[device] = _Account(at_s=now_s)
         account.left_s = min(account.left_s + RATE * max(now_s - account.at_s, 0.0), BURST_S)
         account.at_s = now_s

@@ -42,6 +42,7 @@ from fedquilt.core import (
     Work,
     derived,
     expected,
+    is_same_for_all,
 )
 from fedquilt.tiers import Member
 
@@ -76,6 +77,8 @@ class Running:
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
+        self._shared: Order | None = None  # of the running round, if its method gives every device the same
+        self._shared_asks: dict[tuple[str, tuple[Action, ...]], Ask] = {}  # engine, actions -> what that asks
         self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
         self._manifests: manifest.Manifests | None = None  # of the running round: what its updates may hold
@@ -125,6 +128,7 @@ class Running:
         if order is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
+        actions = actions or self.rounds.actions
         made = tasks.make_task(
             order,
             blob=self._blob,
@@ -133,8 +137,8 @@ class Running:
             attempt=self.rounds.attempt,
             method=self.job.method,
             engine=engine,
-            held=self._held(),
-            actions=actions or self.rounds.actions,
+            work=self._ask_of(order, engine, actions).work,
+            actions=actions,
             seed=self._seeded(device),
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
@@ -154,13 +158,21 @@ class Running:
             known = Ask(Work(), profile)
             if order is not None:
                 able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
-                uneven = self._half is self.method and self.method.uneven
-                known = tasks.ask_of(order, self.rounds.actions, (able or self.engines)[0], self._held(), uneven)
-                known = known._replace(profile=profile)
+                known = self._ask_of(order, (able or self.engines)[0], self.rounds.actions)._replace(profile=profile)
             self._asks[device] = known
             self._orders.pop(device, None)
             if order is not None:
                 self._keep(device, order)
+        return known
+
+    def _ask_of(self, order: Order, engine: str, actions: tuple[Action, ...]) -> Ask:
+        """What an order asks of a device with this engine."""
+        known = self._shared_asks.get((engine, actions)) if order is self._shared else None
+        if known is None:
+            uneven = self._half is self.method and self.method.uneven
+            known = tasks.ask_of(order, actions, engine, self._held(), uneven)
+            if order is self._shared:
+                self._shared_asks[engine, actions] = known
         return known
 
     def _held(self) -> float:
@@ -354,13 +366,18 @@ class Running:
         """Load the stored state and drop the round's blobs."""
         assert self.rounds.state is not None
         self.state = self._load_state(self.rounds.state)
-        for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
+        for held in (self._encoded, self._sent, self._read, self._asks, self._orders, self._shared_asks):
             held.clear()
+        self._shared = None
         self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
-        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
-        return tasks.trained_for(self._half.send(self.state, view), self.rounds.epochs.get(device))
+        order = self._shared
+        if order is None:
+            send, view = self._half.send, DeviceView(device, profile, self.rounds.history.get(device, ()))
+            order = send(self.state, view)
+            self._shared = order if is_same_for_all(send) else None
+        return tasks.trained_for(order, self.rounds.epochs.get(device))
 
     @property
     def _half(self) -> Method | Settle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from typing import Final, get_args
@@ -35,6 +36,8 @@ class Issues:
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
         self._open: dict[str, Issue] = {}
+        self._agenda: list[tuple[float, str]] = []  # heap of (time, device): when an open task may be due, or earlier
+        self._listed: dict[str, float] = {}  # device -> time of its entry; any other entry of it is outdated
         self._released: dict[tuple[str, wire.Kind], wire.Release] = {}  # by device
 
     def __contains__(self, device: str) -> bool:
@@ -48,7 +51,8 @@ class Issues:
         """Send a device its task, encoded, for the first time or again."""
         patience_s = self._open[device].patience_s if device in self._open else REISSUE_S / 2
         blobs = {ref.sha256 for ref in task.bundles.values()}
-        self._open[device] = Issue(now_s, min(patience_s * 2, REISSUE_MOST_S), blobs)
+        self._open[device] = issue = Issue(now_s, min(patience_s * 2, REISSUE_MOST_S), blobs)
+        self._list(device, issue.due_s)
         self._link.publish(self._topics.device(device, "dn", "task"), payload, retain=True)
 
     def withdraw(self, device: str) -> None:
@@ -63,11 +67,32 @@ class Issues:
 
     def due(self, now_s: float) -> list[str]:
         """Devices whose task is to be sent again."""
-        return [device for device, issue in self._open.items() if now_s >= issue.due_s]
+        found = []
+        while self.next_s() <= now_s:
+            found.append(heapq.heappop(self._agenda)[1])
+            del self._listed[found[-1]]
+        for device in found:  # due until it is sent again or withdrawn
+            self._list(device, self._open[device].due_s)
+        return found
 
     def next_s(self) -> float:
         """Time of the next repetition; infinite without open tasks."""
-        return min((issue.due_s for issue in self._open.values()), default=math.inf)
+        while self._agenda:
+            due_s, device = self._agenda[0]
+            current, issue = self._listed.get(device) == due_s, self._open.get(device)
+            if current and issue is not None and issue.due_s <= due_s:
+                return due_s
+            heapq.heappop(self._agenda)
+            if current:
+                del self._listed[device]
+                if issue is not None:
+                    self._list(device, issue.due_s)
+        return math.inf
+
+    def _list(self, device: str, due_s: float) -> None:
+        if due_s < self._listed.get(device, math.inf):
+            self._listed[device] = due_s
+            heapq.heappush(self._agenda, (due_s, device))
 
     def release(self, device: str, release: wire.Release) -> bool:
         """Note what a device shall run, and may fetch; whether it is another release than the one before."""

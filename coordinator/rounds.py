@@ -103,7 +103,9 @@ def idle(state: Rounds, able: Collection[str], busy: AbstractSet[str] = frozense
         able: devices that could work on it.
         busy: devices that other jobs have, also of those that this one has asked.
     """
-    return state.phase in ("selecting", "open") and not (state.asked - busy) & set(able)
+    return state.phase in ("selecting", "open") and not any(
+        device in able and device not in busy for device in state.asked
+    )
 
 
 def wanted(state: Rounds, online: Collection[str]) -> int:

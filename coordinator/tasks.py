@@ -20,9 +20,6 @@ def make_task(
     order: Order,
     *,
     blob: Callable[[Tensors | BlobRef], BlobRef],
-    actions: tuple[Action, ...],
-    engine: str,
-    held: float = HELD,
     **named: Any,
 ) -> Task:
     """Build the task message of an order.
@@ -30,19 +27,10 @@ def make_task(
     Args:
         order: of the method.
         blob: stores a bundle's tensors, or finds them; returns their reference.
-        actions: "work", "check" or both.
-        engine: name of the device's engine that is to be used.
-        held: share of the device's examples that is held out.
         named: the other fields of `Task`.
     """
-    return Task(
-        actions=actions,
-        params=dict(order.params),
-        bundles={name: blob(value) for name, value in order.bundles.items()},
-        work=work_of(order, actions, engine, held),
-        engine=engine,
-        **named,
-    )
+    bundles = {name: blob(value) for name, value in order.bundles.items()}
+    return Task(params=dict(order.params), bundles=bundles, **named)
 
 
 def work_of(order: Order, actions: Sequence[Action], engine: str, held: float = HELD) -> Work:

@@ -69,6 +69,8 @@ from fedquilt.core.method import (
     Tensors,
     expected,
     expects,
+    is_same_for_all,
+    same_for_all,
 )
 from fedquilt.core.seeds import (
     derive_seed,
@@ -148,4 +150,6 @@ __all__ = [
     "derived",
     "expected",
     "expects",
+    "is_same_for_all",
+    "same_for_all",
 ]

@@ -140,6 +140,17 @@ def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
     return None if known is None else known(state)
 
 
+def same_for_all(send: Fold) -> Fold:
+    """Decorate a `Method.send` that does not look at the device: a round's order is made once, for all of them."""
+    send.__dict__["same_for_all"] = True
+    return send
+
+
+def is_same_for_all(send: Callable[..., Any]) -> bool:
+    """Whether a `Method.send` gives every device the same order in one state."""
+    return bool(getattr(send, "same_for_all", False))
+
+
 @dataclass(frozen=True)
 class Artefact:
     """Result of a finished job: facts (JSON) and tensors; `fedquilt export` writes it as a file."""

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, Order, Site, Task, Tensors
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, Order, Site, Task, Tensors, same_for_all
 from fedquilt.methods import fedavg, fedlora
 
 
@@ -42,6 +42,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
     return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
 
 
+@same_for_all
 def send(state: fedlora.State, device: DeviceView) -> Order:
     """Order two trainings of the shared model: the cost is twice FedAvg's, with one more copy in memory."""
     if not state.backbone:

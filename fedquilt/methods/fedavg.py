@@ -38,6 +38,7 @@ from fedquilt.core import (
     UpdateError,
     Work,
     expects,
+    same_for_all,
 )
 
 
@@ -106,6 +107,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(table, network, model, flops, example_bytes, layers=found)
 
 
+@same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the whole model."""
     return order(state, {"model": state.model})

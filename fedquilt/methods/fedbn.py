@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Order, Site, Task, Tensors
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Order, Site, Task, Tensors, same_for_all
 from fedquilt.methods import fedavg
 
 
@@ -45,6 +45,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(replace(begun, model=shared)), norm=norm)
 
 
+@same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared tensors; batch norm's first values never change, so they are sent once."""
     return fedavg.order(state, {"model": state.model, "norm": state.norm})

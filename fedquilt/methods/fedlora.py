@@ -20,7 +20,20 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layer_costs, layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task, Tensors
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    Hooks,
+    ModelError,
+    Order,
+    Site,
+    Step,
+    Task,
+    Tensors,
+    same_for_all,
+)
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import lora
 
@@ -71,6 +84,7 @@ def head(backbone: Tensors, network: Mapping[str, Any]) -> tuple[str, ...]:
     return layers.layers(backbone)[last]
 
 
+@same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared part; the backbone never changes, so it is sent once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0

@@ -38,6 +38,7 @@ from fedquilt.core import (
     Step,
     Task,
     Tensors,
+    same_for_all,
 )
 from fedquilt.methods import fedavg, fedlora
 
@@ -70,6 +71,7 @@ def split(begun: fedavg.State, own: Collection[str]) -> State:
     return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
 
 
+@same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared part; tensors that never change are sent once."""
     trained = {**state.own, **state.model}

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task
+from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task, same_for_all
 from fedquilt.methods import fedavg
 
 
@@ -62,6 +62,7 @@ class Ahead:
         self._ahead = True
 
 
+@same_for_all
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training at twice FedAvg's cost, with one more copy of the model."""
     return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)

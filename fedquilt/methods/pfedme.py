@@ -21,7 +21,19 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Contribution, DeviceView, Hooks, Order, Site, Step, Task, Tensors, expects
+from fedquilt.core import (
+    Answer,
+    Contribution,
+    DeviceView,
+    Hooks,
+    Order,
+    Site,
+    Step,
+    Task,
+    Tensors,
+    expects,
+    same_for_all,
+)
 from fedquilt.methods import ditto, fedavg
 
 
@@ -73,6 +85,7 @@ class Envelope:
         }
 
 
+@same_for_all
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training with K steps per mini-batch and one more copy of the model."""
     return fedavg.order(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)

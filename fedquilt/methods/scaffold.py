@@ -28,7 +28,19 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, UpdateError, expects
+from fedquilt.core import (
+    Answer,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Hooks,
+    Order,
+    Site,
+    Task,
+    UpdateError,
+    expects,
+    same_for_all,
+)
 from fedquilt.methods import fedavg
 
 TOPK: Final = (
@@ -73,6 +85,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**vars(begun), control=control, known=0)
 
 
+@same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training with the server's control variate and one more copy of the model."""
     return fedavg.order(state, {"model": state.model, "control": state.control}, anchors=2)
