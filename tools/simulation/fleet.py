@@ -81,6 +81,7 @@ class SimulatedFleet(WithoutReleases):
         self._heard: deque[Heard] = deque()
         self._due: list[tuple[float, str]] = []
         self._waiting: dict[str, _Device] = {}  # whose order has to be carried out
+        self.begun: Callable[[Order], None] = lambda order: None  # is told of each order that a device begins
         self.out = f"{folder}/made"  # what orders in hand write, all devices' together
         for name in ("private", "made"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -197,7 +198,6 @@ class SimulatedFleet(WithoutReleases):
 
     def be_patient(self, device: str) -> None:
         """Do nothing: no message is lost, so none is repeated."""
-        # nothing is lost on the way, so nothing is repeated
 
     def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
         """Report the blobs as arrived: devices put them into this depot."""
@@ -217,7 +217,6 @@ class SimulatedFleet(WithoutReleases):
 
     def tell(self, job: Running) -> None:
         """Do nothing: nobody observes."""
-        # nobody watches
 
     def close(self) -> None:
         """Do nothing: no connection is open."""
@@ -266,7 +265,9 @@ class SimulatedFleet(WithoutReleases):
 
     def _schedule(self, device: _Device) -> None:
         if device.worker.order is not None:
-            self._waiting[device.name] = device
+            if device.name not in self._waiting:
+                self._waiting[device.name] = device
+                self.begun(device.worker.order)
         else:
             self._waiting.pop(device.name, None)
         due_s = min(device.duty.due_s(self.now_s), device.tell_s)
