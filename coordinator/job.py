@@ -372,10 +372,10 @@ class Running:
         self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
-        order = self._shared
+        send = self._half.send
+        order = self._shared if is_same_for_all(send) else None
         if order is None:
-            send, view = self._half.send, DeviceView(device, profile, self.rounds.history.get(device, ()))
-            order = send(self.state, view)
+            order = send(self.state, DeviceView(device, profile, self.rounds.history.get(device, ())))
             self._shared = order if is_same_for_all(send) else None
         return tasks.trained_for(order, self.rounds.epochs.get(device))
 

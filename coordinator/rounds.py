@@ -95,6 +95,21 @@ def next_s(state: Rounds) -> float:
     return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
 
 
+def waits_for_answers(state: Rounds, now_s: float) -> bool:
+    """Whether `decide`, if it had nothing to do before the latest answers, has nothing to do after them either.
+
+    A device that answers was asked and wanted: whom to ask besides stays the same, until all have answered or as many
+    as are wanted.
+    """
+    enough = _size(state)
+    return (
+        state.phase == "open"
+        and bool(state.asked)
+        and not (state.extended or state.short or (enough and len(state.answered) >= enough))
+        and now_s < next_s(state)
+    )
+
+
 def idle(state: Rounds, able: Collection[str], busy: AbstractSet[str] = frozenset()) -> bool:
     """Whether the running round waits while no device works on it.
 

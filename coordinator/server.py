@@ -30,6 +30,7 @@ from fedquilt.logs import about
 log = logging.getLogger("fedquilt.coordinator")
 
 POLL_S = 0.5
+TELL_S = 0.5  # between two messages on a round that goes on as before
 TIDY_S = 600.0  # from one look for runs that need not be kept to the next
 
 
@@ -66,6 +67,7 @@ class Server:
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
         self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
         self._rollouts = Rolling(executor, store, self.registry, poll_s, tell) if only is None else None
+        self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
@@ -107,17 +109,29 @@ class Server:
             serving.do(action, now_s)
         rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance(now_s)
-        for job in desk.news.values():  # once a step: a step may bring hundreds of facts
-            self._executor.tell(job)
-        desk.news.clear()
+        tell_s = self._tell(now_s)
         if committed:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
         deadline_s = min((serving.next_s() for serving in self._jobs.values()), default=math.inf)
-        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s, rollouts_s)
+        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s, rollouts_s, tell_s)
 
     def goodbye(self) -> None:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
         self._executor.close()
+
+    def _tell(self, now_s: float) -> float:
+        """Publish the rounds that have changed; returns when to publish the others."""
+        news, again_s = self._desk.news, math.inf
+        for id, job in list(news.items()):
+            mark = job.rounds.phase, job.rounds.round, job.rounds.attempt
+            before, told_s = self._told.get(id, (None, -math.inf))
+            if mark == before and now_s < told_s + TELL_S:
+                again_s = min(again_s, told_s + TELL_S)
+                continue
+            self._told[id] = mark, now_s
+            self._executor.tell(job)
+            del news[id]
+        return again_s
 
     # -- messages --
 
@@ -310,4 +324,5 @@ class Server:
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
         self._store.set_status(serving.id, status)
         del self._jobs[serving.id]
+        self._told.pop(serving.id, None)
         self._desk.loans.forget(serving.id, now_s)

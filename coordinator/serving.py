@@ -97,6 +97,7 @@ class Serving:
         self._arriving: admission.Arriving = {}
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
+        self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
 
     @property
@@ -302,8 +303,12 @@ class Serving:
                     fact: facts.AnyFact | None = job.commit(now_s)
             else:
                 busy = self._desk.loans.elsewhere(self.id) | left
-                waits_s = now_s - self._waits_s
-                fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, waits_s)
+                if self._waits(busy, most, now_s):
+                    return False
+                at_work, waits_s = self._at_work(now_s), now_s - self._waits_s
+                fact = choice.decide(job, self._desk.registry, at_work, now_s, busy, most, waits_s)
+                if fact is None and now_s >= self._opened_s + GRACE_S:
+                    self._undecided = self._desk.registry.seen(now_s), most
         except mending.LostUpdateError as lost:
             fact = facts.Lost(job.rounds.round, lost.device, lost.reason)
         except Exception as error:
@@ -312,6 +317,16 @@ class Serving:
         if fact is not None:
             self.record(fact, now_s)
         return fact is not None
+
+    def _waits(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
+        """Whether nothing but answers has come since there was nothing to decide, and they change nothing either.
+
+        To decide takes as long as there are devices, and answers of a few of them come at a time.
+        """
+        if self._undecided is None or busy:
+            return False
+        same = self._undecided[0] is self._desk.registry.seen(now_s) and self._undecided[1] == most
+        return same and rounds.waits_for_answers(self.job.rounds, now_s)
 
     def _able(self, now_s: float) -> Collection[str]:
         return self._desk.registry.able(self.job.engines, now_s).keys()
@@ -347,6 +362,8 @@ class Serving:
         if not isinstance(fact, facts.Answered) and not self._arriving.keys() <= job.rounds.asked:
             self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
         self._desk.observe(job, fact)
+        if not isinstance(fact, facts.Answered):
+            self._undecided = None
         match fact:
             case facts.Asked():
                 for device in fact.devices:
