@@ -74,6 +74,7 @@ from fedquilt.core.method import (
 )
 from fedquilt.core.seeds import (
     derive_seed,
+    derive_seeds,
     derived,
 )
 from fedquilt.core.training import (
@@ -147,6 +148,7 @@ __all__ = [
     "Word",
     "Work",
     "derive_seed",
+    "derive_seeds",
     "derived",
     "expected",
     "expects",

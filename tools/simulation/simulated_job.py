@@ -28,7 +28,8 @@ from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.fleet import SimulatedFleet, Spec
+from fedquilt.tools.simulation.fleet import SimulatedFleet
+from fedquilt.tools.simulation.fleet_device import Spec
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
