@@ -42,7 +42,6 @@ from fedquilt.core import (
     Work,
     derived,
     expected,
-    is_same_for_all,
 )
 from fedquilt.tiers import Member
 
@@ -77,8 +76,9 @@ class Running:
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
-        self._shared: Order | None = None  # of the running round, if its method gives every device the same
-        self._shared_asks: dict[tuple[str, tuple[Action, ...]], Ask] = {}  # engine, actions -> what that asks
+        held = (row.job.data or {}).get("held")  # as far as the job tells
+        self._held = float(held) if isinstance(held, int | float) and 0 <= held < 1 else tasks.HELD
+        self._alike = tasks.Common(self._held)  # of the running round
         self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
         self._manifests: manifest.Manifests | None = None  # of the running round: what its updates may hold
@@ -166,19 +166,7 @@ class Running:
         return known
 
     def _ask_of(self, order: Order, engine: str, actions: tuple[Action, ...]) -> Ask:
-        """What an order asks of a device with this engine."""
-        known = self._shared_asks.get((engine, actions)) if order is self._shared else None
-        if known is None:
-            uneven = self._half is self.method and self.method.uneven
-            known = tasks.ask_of(order, actions, engine, self._held(), uneven)
-            if order is self._shared:
-                self._shared_asks[engine, actions] = known
-        return known
-
-    def _held(self) -> float:
-        """Share of a device's examples that is held out, as far as the job tells."""
-        held = (self.job.data or {}).get("held")
-        return float(held) if isinstance(held, int | float) and 0 <= held < 1 else tasks.HELD
+        return self._alike.ask(order, actions, engine, self._half is self.method and self.method.uneven)
 
     def _keep(self, device: str, order: Order) -> None:
         """Keep an order for when its task is made, unless it holds tensors that the others' do not: they take room."""
@@ -366,17 +354,14 @@ class Running:
         """Load the stored state and drop the round's blobs."""
         assert self.rounds.state is not None
         self.state = self._load_state(self.rounds.state)
-        for held in (self._encoded, self._sent, self._read, self._asks, self._orders, self._shared_asks):
+        for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
             held.clear()
-        self._shared = None
+        self._alike = tasks.Common(self._held)
         self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
-        send = self._half.send
-        order = self._shared if is_same_for_all(send) else None
-        if order is None:
-            order = send(self.state, DeviceView(device, profile, self.rounds.history.get(device, ())))
-            self._shared = order if is_same_for_all(send) else None
+        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
+        order = self._alike.order(self._half.send, self.state, view)
         return tasks.trained_for(order, self.rounds.epochs.get(device))
 
     @property

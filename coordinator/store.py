@@ -314,8 +314,7 @@ class Store:
     def together(self) -> Iterator[None]:
         """Write the facts that are appended within at once when it is left, or none of them if it is left by an error.
 
-        Nothing may be acted on before that which rests on such a fact. One transaction for many facts costs about what
-        one for each of them costs, and nobody else waits for the database meanwhile.
+        Nothing may be acted on before that which rests on such a fact. Nobody else waits for the database meanwhile.
         """
         assert self._waiting is None
         self._waiting = []
@@ -333,10 +332,7 @@ class Store:
                 has been written.
         """
         row = (id, time.time(), encoded(id, fact))
-        if self._waiting is None:
-            self._write([row])
-        else:
-            self._waiting.append(row)
+        self._write([row]) if self._waiting is None else self._waiting.append(row)
 
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:

@@ -10,10 +10,41 @@ import msgspec
 
 from fedquilt import layer_costs, tensors
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import Action, BlobRef, Order, Task, Tensors, Work
+from fedquilt.core import Action, BlobRef, DeviceView, Order, Task, Tensors, Work, is_same_for_all
 from fedquilt.core.messages import ADDED
 
 HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
+
+
+class Common:
+    """What a running round orders of every device, where its method's `send` is the same for all: made and priced once.
+
+    Args:
+        held: share of a device's examples that is held out.
+    """
+
+    def __init__(self, held: float) -> None:
+        self._held = held
+        self._order: Order | None = None
+        self._asks: dict[tuple[str, tuple[Action, ...], bool], Ask] = {}  # of that order
+
+    def order(self, send: Callable[[Any, DeviceView], Order | None], state: Any, view: DeviceView) -> Order | None:
+        """What a method orders of a device."""
+        if not is_same_for_all(send):
+            return send(state, view)
+        if self._order is None:
+            self._order = send(state, view)
+        return self._order
+
+    def ask(self, order: Order, actions: tuple[Action, ...], engine: str, uneven: bool) -> Ask:
+        """What an order asks of a device with this engine; arguments as of `ask_of`."""
+        if order is not self._order:
+            return ask_of(order, actions, engine, self._held, uneven)
+        key = engine, actions, uneven
+        known = self._asks.get(key)
+        if known is None:
+            known = self._asks[key] = ask_of(order, actions, engine, self._held, uneven)
+        return known
 
 
 def make_task(

@@ -17,16 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.core import StoreError
+from fedquilt.open_file import OpenFile, Place, write_whole
 
 if TYPE_CHECKING:
     import sqlite3
 
     from _typeshed import WriteableBuffer
-
-Place: TypeAlias = str | Path
 
 BUFFER_BYTES: Final = 256 * 1024
 LOCK_S: Final = 0.05  # seconds between two tries for a lock
@@ -53,46 +52,6 @@ class Lock:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-class OpenFile:
-    """A file that is kept open, so that small reads and writes of it cost one call of the system each.
-
-    Raises, from every method:
-        OSError: as the operating system has it.
-    """
-
-    def __init__(self, path: Place, mode: int) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-
-    def size(self) -> int:
-        """Bytes that it holds."""
-        return os.fstat(self._file).st_size
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes from `offset`, fewer at the end."""
-        return os.pread(self._file, size, offset)
-
-    def write(self, payload: bytes, offset: int) -> None:
-        """Write a part of it."""
-        _write(self._file, payload, offset)
-
-    def empty(self) -> None:
-        """Drop all that it holds."""
-        os.ftruncate(self._file, 0)
-
-    def sync(self) -> None:
-        """Wait until what it holds is on the disk."""
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        """Close it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Disk:
@@ -192,7 +151,7 @@ class Disk:
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._mode)
         try:
-            _write(file, payload, 0)
+            write_whole(file, payload, 0)
         finally:
             os.close(file)
 
@@ -205,7 +164,7 @@ class Disk:
         """Write a part of an existing file."""
         file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            _write(file, payload, offset)
+            write_whole(file, payload, offset)
         finally:
             os.close(file)
 
@@ -390,13 +349,6 @@ PRIVATE: Final = Private()
 
 def _found(name: str, stat: os.stat_result) -> Found:
     return Found(name, (stat.st_mode & 0o170000) == 0o040000, stat.st_size, stat.st_mtime_ns, stat.st_ino)
-
-
-def _write(file: int, payload: bytes, offset: int) -> None:
-    view = memoryview(payload)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
 
 
 # -- sentences ------------------------------------------------------------------------------------

@@ -10,12 +10,15 @@ perhaps one that is not: each is checked against its digest when the file is ope
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import struct
 from collections.abc import Iterator
 from typing import Final
 
 from fedquilt.disk import Disk, OpenFile
+
+log = logging.getLogger("fedquilt.blobs.store")
 
 _HEAD: Final = struct.Struct("<32sQ")  # digest, size of the blob
 
@@ -26,13 +29,14 @@ class Pack:
     Args:
         path: created with the first blob.
         disk: where it is.
+        checks: hash a blob whenever it is read as a whole.
 
     Raises, from every method:
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: str, disk: Disk) -> None:
-        self._path, self._disk, self._end = path, disk, 0
+    def __init__(self, path: str, disk: Disk, checks: bool = False) -> None:
+        self._path, self._disk, self._checks, self._end = path, disk, checks, 0
         self._opened: OpenFile | None = None
         self._at: dict[str, tuple[int, int]] = {}  # sha256 -> place, size
         self._free: dict[int, list[int]] = {}  # size -> places
@@ -57,6 +61,17 @@ class Pack:
         place, whole = self._at[sha256]
         left = max(whole - offset, 0)
         return self._file.read(place + offset, left if size is None else min(size, left))
+
+    def load(self, sha256: str) -> bytes | None:
+        """Read a whole blob; None: it is not here, or damaged."""
+        if sha256 not in self._at:
+            return None
+        payload = self.read(sha256)
+        if self._checks and hashlib.sha256(payload).hexdigest() != sha256:
+            log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self._path)
+            self.drop(sha256)
+            return None
+        return payload
 
     def put(self, sha256: str, payload: bytes) -> int:
         """Write a blob; returns its place, for `name` or `release`."""
@@ -87,14 +102,11 @@ class Pack:
         self._free.setdefault(size, []).append(place)
 
     def drop(self, sha256: str) -> None:
-        """Remove a blob, if it is here."""
+        """Remove a blob, if it is here; the last one gives the file's room back where blobs are for the disk."""
         found = self._at.pop(sha256, None)
         if found is not None:
             self.release(*found)
-
-    def empty(self) -> None:
-        """Give its room back, if nothing is in it."""
-        if not self._at and self._end:
+        if self._checks and not self._at and self._end:
             self._file.empty()
             self._free.clear()
             self._end = 0

@@ -27,12 +27,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
+from fedquilt.blobs.explained import arrived_damaged, explained
 from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
@@ -42,14 +43,8 @@ log = logging.getLogger("fedquilt.blobs.store")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STALE_S: Final = 24 * 3600.0
+PACK: Final = "small.pack"
 SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
-_MENDS: Final = {
-    errno.ENOSPC: "the disk is full; free some space or use another folder",
-    errno.EDQUOT: "the quota is used up; free some space or use another folder",
-    errno.EACCES: "this user may not write there; change its owner or use another folder",
-    errno.EPERM: "this user may not write there; change its owner or use another folder",
-    errno.EROFS: "it is mounted read-only; use another folder",
-}
 
 
 class Depot:
@@ -86,10 +81,9 @@ class Depot:
             self._pack = None if durable else self._opened_pack()
 
     def alone(self) -> None:
-        """This process alone stows blobs here from now on: small ones share a file, and a wait for the disk."""
-        if self._pack is None:
-            with self._doing("open the small blobs"):
-                self._pack = self._opened_pack()
+        """Take the depot for this process alone to stow in: small blobs share a file, and a wait for the disk."""
+        with self._doing("open the small blobs"):
+            self._pack = self._pack or self._opened_pack()
 
     def settle(self) -> None:
         """Wait until every stowed blob is on the disk, if the depot is durable."""
@@ -111,8 +105,7 @@ class Depot:
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable) is not None:
                     return path
-            payload = self._packed(sha256)
-            if payload is None:
+            if (payload := self._packed(sha256)) is None:
                 return None
             self._store(payload, sha256)
         return path
@@ -156,7 +149,7 @@ class Depot:
         """Read a whole blob; None: it is not here, or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
-                return self._packed(sha256)
+                return self._pack.load(sha256)
             try:
                 hashed = not self._durable and self._sound(sha256) is not None
                 if (payload := self._verified.load(self._at(sha256), sha256, hashed=hashed)) is None:
@@ -175,7 +168,7 @@ class Depot:
         """
         ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
         if expected is not None and expected != ref:
-            raise _arrived_damaged(expected)
+            raise arrived_damaged(expected)
         if self._is_file(ref):  # a stowed blob may be dropped by its user
             return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
@@ -191,7 +184,7 @@ class Depot:
             return self.put(payload, expected)
         ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
         if expected is not None and expected != ref:
-            raise _arrived_damaged(expected)
+            raise arrived_damaged(expected)
         if not self.has(ref):
             self.take_over(ref, self.lay_by(ref, payload))
         return ref
@@ -218,8 +211,8 @@ class Depot:
 
     def give_up(self, ref: BlobRef, place: int) -> None:
         """Drop a blob that was laid by."""
-        assert self._pack is not None
-        self._pack.release(place, ref.size)
+        if self._pack is not None:
+            self._pack.release(place, ref.size)
 
     def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file: linked if the file system can, else copied.
@@ -262,10 +255,8 @@ class Depot:
     def drop(self, sha256: str) -> None:
         """Remove a blob, whole or in part."""
         if self._pack is not None and sha256 in self._pack:
-            self._pack.drop(sha256)  # it may have a file as well
-            if self._durable and not self._pack.names():
-                with self._doing("give room back"):
-                    self._pack.empty()
+            with self._doing(f"remove blob {sha256[:12]}"):
+                self._pack.drop(sha256)  # it may have a file as well
             if not self.disk.is_file(self._at(sha256)):
                 return
         with self._doing(f"remove blob {sha256[:12]}"):
@@ -327,32 +318,17 @@ class Depot:
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._synced(part) != ref:
                 self.disk.unlink(part)
-                raise _arrived_damaged(ref)
+                raise arrived_damaged(ref)
             self._place(part, ref.sha256)
 
     # -- within --
 
     def _opened_pack(self) -> Pack:
-        return Pack(self._pack_at, self.disk)
-
-    @property
-    def _pack_at(self) -> str:
-        return f"{self._prefix}small.pack"
+        return Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def _packed(self, sha256: str) -> bytes | None:
         """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
-        if self._pack is None:
-            return copy_of(self._pack_at, self.disk, sha256)
-        if sha256 not in self._pack:
-            return None
-        payload = self._pack.read(sha256)
-        if self._durable and hashlib.sha256(payload).hexdigest() != sha256:
-            log.warning(
-                "blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder
-            )
-            self._pack.drop(sha256)
-            return None
-        return payload
+        return self._pack.load(sha256) if self._pack else copy_of(self._prefix + PACK, self.disk, sha256)
 
     def _at(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):
@@ -423,15 +399,5 @@ class Depot:
         if self._durable:
             self.disk.sync(self.folder)
 
-    @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
-            raise StoreError(f"cannot {what} in {self.folder}: {error.strerror}; {mend}") from None
-
-
-def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:
-    said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
-    return chunks.DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")
+    def _doing(self, what: str) -> AbstractContextManager[None]:
+        return explained(what, self.folder)

@@ -21,6 +21,7 @@ WHAT = (
     "fedsq",
     "costs",
     "dash",
+    "coordinator",
     "sim",
 )
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"
@@ -29,6 +30,14 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 @verb()
 @argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
 @option("--size", type=options.POSITIVE, many=True, help="For stitch and memory: sizes of images in pixels.")
+@option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
+@option("--rounds", type=options.POSITIVE, help="For coordinator: rounds of each fleet (default: 6).")
+@option(
+    "--after",
+    type=options.POSITIVE,
+    metavar="ROUNDS",
+    help="For coordinator: run the first fleet once more after so many rounds in its log.",
+)
 @option(
     "--data",
     type=options.FOLDER,
@@ -87,6 +96,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     given = {name: value or None for name, value in given.items()}
     for name, allowed, where in (
         ("size", what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
+        *((name, what == "coordinator", "`bench coordinator`") for name in ("agents", "rounds", "after")),
         ("ablate", what == "stitch", "`bench stitch`"),
         ("data", what == "sim", "`bench sim`"),
         ("beside", what == "sim", "`bench sim`"),
@@ -97,6 +107,9 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
             raise JobError(f"--{'with' if name == 'beside' else name} is an option of {where}: leave it out here")
     if ablating and ablate is not None:
         return _ablate(ablate, format, given)
+    if what == "coordinator":
+        some = {name: given[name] for name in ("agents", "rounds", "after") if given[name] is not None}
+        return tool.main(what, format, given=some)
     if what != "sim":
         return tool.main(what, format, given["size"] or ())
     if given["data"] is None:

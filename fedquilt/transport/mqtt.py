@@ -317,7 +317,6 @@ class MqttLink:
             return
         if code == mqtt_errors.TOO_LARGE:
             self._try_smaller(message)
-            self.max_payload = min(self.max_payload, self._ceiling or self.max_payload)
         else:
             self._drop(1, mqtt_errors.not_taken(self.broker, message.topic, code, reason_of(code)))
 
@@ -385,6 +384,7 @@ class MqttLink:
         """Drop a message that is too large for the broker; the next may be half as large."""
         if refused.size > SMALLEST_CEILING:
             self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
+            self.max_payload = min(self.max_payload, self._ceiling)
         self._drop(1, mqtt_errors.too_large(self.broker, refused.topic, refused.size))
 
     def _drop(self, count: int, sentence: str) -> None:

@@ -61,7 +61,7 @@ class Client(paho.Client):
         level: of MQTT; 4 is 3.1.1.
         client_id: name of this client at the broker.
         heard: called with each message.
-        settled: called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and the reason code.
+        settled: called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and a reason code.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ message is decoded, its blob is hashed, folded and written, in a loop.
 from __future__ import annotations
 
 import hashlib
-import math
+import itertools
 import os
 import resource
 import shutil
@@ -27,6 +27,7 @@ import psutil
 
 from fedquilt import bundle, methods, tensors, wire
 from fedquilt.coordinator import facts, settings
+from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Contribution, JobError, LinkError, Update, Usage
@@ -47,6 +48,7 @@ SPARE_FILES: Final = 200  # that a process opens besides its boards' connections
 
 MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
 MOST_OPENING_S: Final = 1.0
+JUDGED: Final = 3000  # boards, up to which a round has a limit
 
 
 class Sample(NamedTuple):
@@ -81,7 +83,8 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
     figures: dict[str, Any] = {}
     for count, each in fleets.items():
         figures[f"processor_time_of_an_answer_of_{count}"] = figure(each["answer_ms"], MOST_MS, "ms")
-        figures[f"round_of_{count}"] = figure(each["round_s"], MOST_ROUND_S if int(count) <= 3000 else math.inf, "s")
+        if int(count) <= JUDGED:  # of more boards it is told alone
+            figures[f"round_of_{count}"] = figure(each["round_s"], MOST_ROUND_S, "s")
         figures[f"resident_with_{count}"] = figure(each["resident_mb"], MOST_MB, "MB")
     result = {"bench": "coordinator", "bare_ms": round(bare_ms, 3), "fleets": fleets, "figures": figures}
     if after:
@@ -101,7 +104,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     for name, each in [*result["fleets"].items(), *([(f"after {after['rounds']} rounds", after)] if after else [])]:
         told.append(
             f"{name} boards: {each['answer_ms']} ms of the coordinator's processor time an answer "
-            f"({each['times_bare']} times the bare loop's {result['bare_ms']} ms), {each['broker_ms']} of the broker's; "
+            f"({each['times_bare']} times the bare loop's {result['bare_ms']} ms), {each['broker_ms']} of the broker, "
             f"a round {each['round_s']} s (first {each['first_round_s']}), late rounds cost {each['late_over_early']} "
             f"times early ones; {each['resident_mb']} MB resident"
         )
@@ -158,7 +161,7 @@ def _summed(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, 
     answers = count * (counted[-1].round - counted[0].round)
     costs = [
         (after.coordinator_s - before.coordinator_s) / (after.round - before.round)
-        for before, after in zip(counted, counted[1:], strict=False)
+        for before, after in itertools.pairwise(counted)
     ]
     third = max(1, len(costs) // 3)
     answer_ms = 1000 * (counted[-1].coordinator_s - counted[0].coordinator_s) / answers
@@ -199,8 +202,6 @@ def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> Non
     Every round ends in the same state here.
     """
     method = methods.load(job.method)
-    from fedquilt.coordinator.preflight import first_state
-
     state = store.depot.put(tensors.pack(first_state(job, bundle.load(store.job(run).bundle), method)))
     devices = tuple(f"board-{number:05d}" for number in range(count))
     update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)

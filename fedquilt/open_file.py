@@ -1,0 +1,57 @@
+"""A file that is kept open: `fedquilt.disk.Disk.open`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+Place: TypeAlias = str | Path
+
+
+class OpenFile:
+    """A file that is kept open, so that small reads and writes of it cost one call of the system each.
+
+    Raises, from every method:
+        OSError: as the operating system has it.
+    """
+
+    def __init__(self, path: Place, mode: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+
+    def size(self) -> int:
+        """Bytes that it holds."""
+        return os.fstat(self._file).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read `size` bytes from `offset`, fewer at the end."""
+        return os.pread(self._file, size, offset)
+
+    def write(self, payload: bytes, offset: int) -> None:
+        """Write a part of it."""
+        write_whole(self._file, payload, offset)
+
+    def empty(self) -> None:
+        """Drop all that it holds."""
+        os.ftruncate(self._file, 0)
+
+    def sync(self) -> None:
+        """Wait until what it holds is on the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def write_whole(file: int, payload: bytes, offset: int) -> None:
+    """Write bytes at an offset of an open file, in as many calls as it takes."""
+    view = memoryview(payload)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
