@@ -118,9 +118,8 @@ def test_the_agent_daemon_imports_not_even_numpy() -> None:
     assert not imported("import fedquilt.edge_agent.agent") & {*HEAVY, "numpy"}
 
 
-def test_a_wheel_installs_nothing_at_top_level_but_fedquilt(tmp_path: Path) -> None:
-    """And carries the profiles, the demo's data and the type marker; built without touching the checkout."""
-    copy = tmp_path / "source"
+def copied(copy: Path) -> Path:
+    """A copy of the checkout, its links as they are, so that a build leaves the checkout alone."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -134,6 +133,23 @@ def test_a_wheel_installs_nothing_at_top_level_but_fedquilt(tmp_path: Path) -> N
             target.symlink_to(source.readlink())
         elif source.is_file():
             target.write_bytes(source.read_bytes())
+    return copy
+
+
+def test_an_editable_installation_is_found_beside_a_clone_named_fedquilt(tmp_path: Path) -> None:
+    """Agents and tasks are started by `python -c` and `-m`, which search the current folder first."""
+    clone = copied(tmp_path / "fedquilt")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed"]
+    subprocess.run([*pip, "--prefix", tmp_path / "there", "-e", clone], check=True, capture_output=True)
+    (link,) = (tmp_path / "there").rglob("__editable__*.pth")
+    code = f"import site; site.addsitedir({str(link.parent)!r}); from fedquilt import __file__; print(__file__)"
+    shown = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == str(clone / "fedquilt/__init__.py")
+
+
+def test_a_wheel_installs_nothing_at_top_level_but_fedquilt(tmp_path: Path) -> None:
+    """And carries the profiles, the demo's data and the type marker; built without touching the checkout."""
+    copy = copied(tmp_path / "source")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, copy], check=True, capture_output=True
     )
