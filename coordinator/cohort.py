@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 
-from fedquilt.core import Profile, derived
+from fedquilt.core import Profile, derive_seeds
 
 
 def sample(
@@ -65,8 +65,8 @@ def _keys(
     """Sort keys of the devices: the smallest is selected first; arguments as of `places`."""
     late = turns * len(eligible) / count if count > 0 else math.inf
     middling = statistics.median(costs.values()) if costs else 1.0
-    seeded = derived("cohort", seed, round)
-    keys: list[tuple[int, float, str]] = [(0, seeded(device), device) for device in eligible]
+    draws = derive_seeds(("cohort", seed, round), eligible)
+    keys: list[tuple[int, float, str]] = [(0, draw, device) for draw, device in zip(draws, eligible, strict=True)]
     if costs:  # else the draws themselves have the order of the exponential keys
         keys = [
             (rank, -math.log1p(-key / 2**53) * costs.get(device, middling) / middling, device)

@@ -94,7 +94,8 @@ class Duty:
         self._pacer.sample(now_s)
         for event in self._worker.poll(now_s):
             self._worked(event, now_s)
-        self.feed(Tick(), now_s)
+        if now_s >= plan.next_s(self.state):
+            self.feed(Tick(), now_s)
 
     def due_s(self, now_s: float) -> float:
         """Time by which `step` has to be called."""

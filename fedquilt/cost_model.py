@@ -37,7 +37,7 @@ def seconds(work: Work, point: OperatingPoint) -> float | None:
     traffic_s = work.read_bytes / speed.bytes_per_s if speed.bytes_per_s else 0.0
     if work.flops <= 0 and not work.launches:
         return None
-    whole_s = launch_s(work, point) + arithmetic_s + traffic_s
+    whole_s = _launch_s(work, speed) + arithmetic_s + traffic_s
     return whole_s if 0 < whole_s < math.inf else None
 
 
@@ -46,7 +46,10 @@ def launch_s(work: Work, point: OperatingPoint) -> float:
 
     0: neither cost is known.
     """
-    speed = rates(work, point)
+    return _launch_s(work, rates(work, point))
+
+
+def _launch_s(work: Work, speed: Rates | OperatingPoint) -> float:
     found = work.tasks * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
     return found if math.isfinite(found) else 0.0
 

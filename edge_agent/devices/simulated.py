@@ -90,6 +90,7 @@ class SimulatedDevice:
         self.provenance: str = profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
         self._rests_on: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
+        self._told: tuple[Work, OperatingPoint, int, Cost] | None = None  # last prediction, and of which task
         self._tasks = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
@@ -153,28 +154,37 @@ class SimulatedDevice:
         return cost
 
     def _cost(self, work: Work, measured: Cost) -> Cost:
-        point = self._point
+        """Cost of some work, predicted anew only if it is other work than last, at another point, or another task's."""
+        point, told, task = self._point, self._told, self._tasks if self._traits.noise else 0
+        if told is not None and told[1] is point and told[2] == task and told[0] == work:
+            return told[3]
         duration_s = cost_model.seconds(work, point)
         if duration_s is None:  # what this host took says nothing of the board, least of all its joules
             least_s = cost_model.launch_s(work, point) if measured.duration_s else 0.0
             return Cost(duration_s=max(measured.duration_s, least_s), point=point.name)
-        duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", self._tasks)
+        duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", task)
         duration_s = max(duration_s, cost_model.launch_s(work, point))
         energy_j = cost_model.joules(duration_s, point)
         if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
+        cost = Cost(
+            duration_s=duration_s,
+            energy_j=energy_j,
+            idle_j=None if self.idle_w is None else self.idle_w * duration_s,
+            energy_source=f"profile {self.board} ({self._figures(point, work)})",
+            point=point.name,
+        )
+        self._told = (work, point, task, cost)
+        return cost
+
+    def _figures(self, point: OperatingPoint, work: Work) -> str:
+        """Where the numbers behind a prediction come from."""
         rests_on = self._rests_on.get((point.name, work.workload))
         if rests_on is None:
             figures = self._profile.basis(point.name, *profiles.BEHIND, workload=work.workload)
             rests_on = self._profile.provenance(*figures)
             self._rests_on[point.name, work.workload] = rests_on
-        return Cost(
-            duration_s=duration_s,
-            energy_j=energy_j,
-            idle_j=None if self.idle_w is None else self.idle_w * duration_s,
-            energy_source=f"profile {self.board} ({rests_on})",
-            point=point.name,
-        )
+        return rests_on
 
     def _pass(self, seconds: float, watts: float | None, *, idle: bool) -> None:
         """Let time pass at a power. Energy of work has been taken from the battery by `cost` already."""

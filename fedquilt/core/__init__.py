@@ -79,6 +79,7 @@ from fedquilt.core.places import (
 )
 from fedquilt.core.seeds import (
     derive_seed,
+    derive_seeds,
     derived,
 )
 from fedquilt.core.training import (
@@ -155,6 +156,7 @@ __all__ = [
     "Word",
     "Work",
     "derive_seed",
+    "derive_seeds",
     "derived",
     "expected",
     "expects",

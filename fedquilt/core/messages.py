@@ -103,6 +103,8 @@ class Work(Wired, frozen=True, omit_defaults=True):
 
     def part(self, share: float) -> Work:
         """A share of this work, 0 to 1: seconds of the parts add up to those of the whole."""
+        if share == 1:
+            return self
         return msgspec.structs.replace(self, **{name: getattr(self, name) * share for name in (*ADDED, "tasks")})
 
 

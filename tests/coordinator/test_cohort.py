@@ -4,7 +4,7 @@ import msgspec
 import plain
 
 from fedquilt.coordinator.cohort import joules_per_flop, places, sample
-from fedquilt.core import OperatingPoint
+from fedquilt.core import OperatingPoint, derive_seed, derive_seeds
 
 FLEET = [f"dev-{i}" for i in range(20)]
 
@@ -83,3 +83,9 @@ def test_a_boards_joules_for_a_flop_are_its_thriftiest_points() -> None:
     assert joules_per_flop(profile) == 1.5
     assert joules_per_flop(msgspec.structs.replace(profile, points=())) is None
     assert joules_per_flop(None) is None
+
+
+def test_the_draws_of_a_round_are_each_devices_own_seed():
+    """Made in one loop, they are those of `derive_seed`, so that no cohort of an earlier version changes."""
+    names = ["dev-1", "dev-10", "gerät", ""]
+    assert derive_seeds(("cohort", 7, 3), names) == [derive_seed("cohort", 7, 3, name) for name in names]

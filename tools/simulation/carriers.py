@@ -18,17 +18,28 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.simulated_job import NEWCOMER, Simulation, engine_of
+from fedquilt.tools.simulation.simulated_job import NEWCOMER, Ahead, Simulation, engine_of
 
 Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
 """Carries orders out, of one simulation or several: outcomes in the same order."""
 
 
 class Hands:
-    """Whoever carries the orders of one simulation out, and evaluates its model beside the rounds."""
+    """Whoever carries the orders of one simulation out, and evaluates its model beside the rounds.
 
-    def __init__(self, carry: Callable[[Sequence[Order]], Iterable[Outcome]], held: Mapping[str, int]) -> None:
-        self._carry, self._held = carry, held
+    Args:
+        carry: carries orders out, one outcome each, in their order.
+        held: device -> how many held-out examples it has.
+        ahead: is told of orders before they are to be carried out; None: nobody.
+    """
+
+    def __init__(
+        self,
+        carry: Callable[[Sequence[Order]], Iterable[Outcome]],
+        held: Mapping[str, int],
+        ahead: Ahead | None = None,
+    ) -> None:
+        self._carry, self._held, self.ahead = carry, held, ahead
 
     def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
         """Carry out the orders, one outcome each."""
@@ -71,7 +82,7 @@ def by_pool(
     with Pool(engine, itertools.chain(members, nothing), workers=workers, together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
         pool.warm()
-        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held), held
+        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held, pool), held
 
 
 def in_process(

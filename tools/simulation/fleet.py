@@ -15,45 +15,19 @@ import heapq
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.store import SMALL_BYTES, Depot
+from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, WithoutReleases
 from fedquilt.coordinator.job import Running
-from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, Update
+from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
-from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.power.governor import Rule
-from fedquilt.edge_agent.power.learned import Learned
-from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.edge_agent.task.worker import VirtualWorker
-
-TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One device of a simulated fleet.
-
-    Args:
-        board: made when the device is first needed.
-        data: what `Order.data` says to whoever carries its orders out.
-    """
-
-    device: str
-    board: Callable[[], Device]
-    means: events.Means
-    data: Mapping[str, object]
-    rule: Rule = Rule()
+from fedquilt.tools.simulation.fleet_device import FleetDevice, Spec
 
 
 class SimulatedFleet(WithoutReleases):
@@ -77,10 +51,12 @@ class SimulatedFleet(WithoutReleases):
         self.depot, self.folder = depot, folder
         self.specs = {spec.device: spec for spec in specs}
         self.now_s = 0.0
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, FleetDevice] = {}
         self._heard: deque[Heard] = deque()
         self._due: list[tuple[float, str]] = []
-        self._waiting: dict[str, _Device] = {}  # whose order has to be carried out
+        self._moved: dict[str, FleetDevice] = {}  # whose next event may be due at another time than `_due` says
+        self._waiting: dict[str, FleetDevice] = {}  # whose order has to be carried out
+        self.begun: Callable[[Order], None] = lambda order: None  # is told of each order that a device begins
         self.out = f"{folder}/made"  # what orders in hand write, all devices' together
         for name in ("private", "made"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -115,6 +91,7 @@ class SimulatedFleet(WithoutReleases):
         for name in [name for name in names if name in self._boots and name not in self._away]:
             self._away.add(name)
             self._waiting.pop(name, None)
+            self._moved.pop(name, None)
             if (gone := self._devices.pop(name, None)) is not None:
                 gone.duty.stop()
                 gone.give_up()
@@ -161,6 +138,7 @@ class SimulatedFleet(WithoutReleases):
         while True:
             while self._heard:
                 yield self._heard.popleft()
+            self._reschedule()
             if not self._due or self._due[0][0] > now_s:
                 return
             due_s, name = heapq.heappop(self._due)
@@ -174,6 +152,7 @@ class SimulatedFleet(WithoutReleases):
         """Time of the next device's event."""
         if self._heard:
             return now_s
+        self._reschedule()
         return self._due[0][0] if self._due else math.inf
 
     def send(self, device: str, task: Task, now_s: float) -> None:
@@ -197,7 +176,6 @@ class SimulatedFleet(WithoutReleases):
 
     def be_patient(self, device: str) -> None:
         """Do nothing: no message is lost, so none is repeated."""
-        # nothing is lost on the way, so nothing is repeated
 
     def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
         """Report the blobs as arrived: devices put them into this depot."""
@@ -217,7 +195,6 @@ class SimulatedFleet(WithoutReleases):
 
     def tell(self, job: Running) -> None:
         """Do nothing: nobody observes."""
-        # nobody watches
 
     def close(self) -> None:
         """Do nothing: no connection is open."""
@@ -251,150 +228,34 @@ class SimulatedFleet(WithoutReleases):
         """The sha256 of all blobs that a device has been sent; its own, to be added to."""
         return self._held.setdefault(device, set())
 
-    def _device(self, name: str) -> _Device:
+    def _device(self, name: str) -> FleetDevice:
         if name not in self._devices:
-            self._devices[name] = _Device(self, self.specs[name])
+            self._devices[name] = FleetDevice(self, self.specs[name])
             self._devices[name].telling(self.now_s)
             self._schedule(self._devices[name])
         return self._devices[name]
 
-    def _feed(self, device: _Device, event: events.Event, now_s: float) -> None:
+    def _feed(self, device: FleetDevice, event: events.Event, now_s: float) -> None:
         device.duty.feed(event, now_s)
         while device.fetched:
             device.duty.feed(events.Fetched(device.fetched.pop(0)), now_s)
         self._schedule(device)
 
-    def _schedule(self, device: _Device) -> None:
+    def _schedule(self, device: FleetDevice) -> None:
         if device.worker.order is not None:
-            self._waiting[device.name] = device
+            if device.name not in self._waiting:
+                self._waiting[device.name] = device
+                self.begun(device.worker.order)
         else:
             self._waiting.pop(device.name, None)
-        due_s = min(device.duty.due_s(self.now_s), device.tell_s)
-        if due_s != device.due_s:
-            device.due_s = due_s
-            if due_s < math.inf:
-                heapq.heappush(self._due, (due_s, device.name))
+        self._moved[device.name] = device
 
-
-class _Device:
-    """One device, and what surrounds its duty: `duty.Surroundings`."""
-
-    def __init__(self, fleet: SimulatedFleet, spec: Spec) -> None:
-        self.name, self._fleet, self._spec = spec.device, fleet, spec
-        self.board = spec.board()
-        self.worker = VirtualWorker(self.board)
-        self.have = fleet.held(spec.device)  # sha256 of what it was sent
-        self.fetched: list[str] = []  # brought here, and not yet told to the duty
-        self._folder = f"{fleet.folder}/private/"
-        self._private = f"{self.name}.safetensors"
-        self._following = f"{self.name}.next"  # what the update in the outbox leaves
-        self._unanswered = f"{self.name}.update"
-        self._leaves = False  # whether the order in hand has left private state
-        outbox = self._recovered()
-        self._follows = bool(outbox)
-        self.duty = Duty(spec.device, events.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
-        self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
-        self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
-        self.due_s = math.inf
-        self.tell_s = 0.0  # when its sensors are told next
-
-    def _recovered(self) -> dict[events.Key, events.Offer]:
-        """The update with private state that an interrupted run has left unanswered: it is offered again."""
-        if self._following not in self._fleet.private:
-            return {}
-        with open(f"{self._folder}{self._unanswered}", "rb") as file:
-            update = wire.decode(file.read(), Update)
-        return {(update.job, update.round): events.Offer(update, True, due_s=-math.inf)}
-
-    def telling(self, now_s: float) -> None:
-        """Tell what the board's sensors say, if it has any and it is time."""
-        if now_s < self.tell_s:
-            return
-        told = messages.telemetry(self.board.read(now_s))
-        self.tell_s = math.inf if told is None else now_s + TELEMETRY_S
-        if told is not None:
-            self._fleet.say(self.name, told)
-
-    def say(self, claim: wire.Claim) -> None:
-        self._fleet.say(self.name, claim)
-
-    def offer(self, update: Update, now_s: float) -> None:
-        self._fleet.say(self.name, update)
-
-    def drop(self, update: Update) -> None:
-        self._end(accepted=False)
-
-    def fetch(self, refs: Sequence[BlobRef]) -> None:
-        self.have.update(ref.sha256 for ref in refs)
-        self.fetched.extend(ref.sha256 for ref in refs)
-
-    def abandon(self, sha256: str) -> None:
-        self.have.discard(sha256)
-
-    def progressed(self, task: Task, fraction: float, now_s: float) -> None: ...
-
-    def remember(self, learned: Mapping[str, Learned]) -> None: ...
-
-    def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
-        return Order(
-            task=task,
-            device=self.name,
-            budget_bytes=budget_bytes,
-            data=dict(self._spec.data),
-            bundles={name: self._fleet.place(name, ref) for name, ref in task.bundles.items()},
-            private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
-            cache=f"{self._fleet.folder}/caches/{self.name}",
-            out=self._fleet.out,
-            plan_bytes=None if spare else plan_bytes,
-            prefix=self._prefix,
-            whole_bytes=SMALL_BYTES,
-        )
-
-    def laid_by(self, outcome: Outcome) -> Outcome:
-        """Put what came with an outcome by, until the board is done with it."""
-        self.give_up()
-        self._leaves = outcome.private is not None
-        for ref in outcome.bundles.values():
-            if ref.sha256 in outcome.blobs and ref not in self._places:
-                self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
-        return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
-
-    def give_up(self) -> None:
-        """Let go of what was put by."""
-        while self._places:
-            self._fleet.depot.give_up(*self._places.popitem())
-
-    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Hand the task's output to the coordinator; private state waits for its answer."""
-        made = f"{self._fleet.out}/{self._prefix}"
-        for ref in update.bundles.values():
-            place = self._places.pop(ref, None)
-            if place is not None:
-                self._fleet.depot.take_over(ref, place)
-            else:
-                self._fleet.depot.adopt(f"{made}{ref.sha256}", ref)
-        if not self._leaves:  # what a task before it may have written and then failed counts for nothing
-            return False
-        with open(f"{self._folder}{self._unanswered}", "wb") as file:
-            file.write(wire.encode(update))
-        os.replace(f"{made}{PRIVATE}", f"{self._folder}{self._following}")
-        self._fleet.private |= {self._unanswered, self._following}
-        self._follows = True
-        return True
-
-    def settle(self, ack: wire.Ack) -> None:
-        """Private state counts with the contribution that it came with."""
-        if (ack.job, ack.round) in self.duty.state.outbox:
-            self._end(ack.accepted)
-
-    def _end(self, accepted: bool) -> None:
-        if not self._follows:
-            return
-        if accepted:
-            os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
-            self._fleet.private.add(self._private)
-        else:
-            os.unlink(f"{self._folder}{self._following}")
-        self._fleet.private -= {self._following, self._unanswered}
-        os.unlink(f"{self._folder}{self._unanswered}")  # last: with it, what follows is offered again after a kill
-        self._follows = False
+    def _reschedule(self) -> None:
+        """Note when the devices to which something has happened are due: once, however much it was."""
+        while self._moved:
+            name, device = self._moved.popitem()
+            due_s = min(device.duty.due_s(self.now_s), device.tell_s)
+            if due_s != device.due_s:
+                device.due_s = due_s
+                if due_s < math.inf:
+                    heapq.heappush(self._due, (due_s, name))

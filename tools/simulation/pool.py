@@ -6,12 +6,18 @@ bundles by file; each worker reads a content once, however many devices get it. 
 Which orders are carried out together (`hands.carry_out`) follows from their order alone, never from the number of
 workers, as training in one graph decides the last bits of a result. Whether they can be is learnt as it goes: the
 first order of a run goes alone, and each call's first answer speaks for the next.
+
+Orders may be announced before they are asked for, one by one as a round's devices begin them (`coming`, `begun`): a
+worker that is free begins them at once. What has come of announced orders counts only if exactly these are then asked
+for; otherwise it is thrown away, and they are carried out as if nothing had been announced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import operator
 import os
 import selectors
 import signal
@@ -19,7 +25,9 @@ import socket
 import struct
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -79,6 +87,19 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     joint: bool
 
 
+@dataclass
+class Package:
+    """Orders that go to one worker together."""
+
+    orders: Sequence[Order]
+    given: bool = False  # whether a worker has it, or has had it
+    answer: bytes | bytearray | None = None
+
+    def holds(self, orders: Sequence[Order]) -> bool:
+        """Whether it is of exactly these orders, not of equal ones: their files are theirs alone."""
+        return len(orders) == len(self.orders) and all(map(operator.is_, orders, self.orders))
+
+
 class PoolError(FedquiltError):
     """A worker that has died, or could not start."""
 
@@ -103,6 +124,10 @@ class Pool:
         self._sockets: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._joint = False
+        self._given: dict[int, Package] = {}  # worker -> what it works on
+        self._sizes: deque[int] = deque()  # of the packages that are announced and not complete
+        self._begun: list[Order] = []  # orders of the first of them
+        self._ahead: list[Package] = []  # announced, and not asked for yet
         self._oom_kills = budget.oom_kills()
         self.folder = Path()
         self.held: dict[str, int] = {}  # device -> how many held-out examples it has
@@ -128,6 +153,9 @@ class Pool:
             )
         for end in ends:
             end.close()
+        self._selector = selectors.DefaultSelector()
+        for index, each in enumerate(self._sockets):
+            self._selector.register(each, selectors.EVENT_READ, index)
         setup = msgspec.msgpack.encode(Setup(str(self.folder / "examples"), self._lay_out()))
         for each in self._sockets:
             self._send(each, setup)
@@ -136,6 +164,7 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._selector.close()
         for each in self._sockets:
             each.close()  # the end of its orders is the end of a worker
         if self._process is not None:
@@ -157,18 +186,37 @@ class Pool:
         assert self._process is not None
         return self._process.pid
 
+    def coming(self, count: int) -> None:
+        """Expect so many orders, in the order of `begun`; earlier announcements that nobody asked for are forgotten."""
+        self._sizes, self._begun = deque(self._split(count)), []
+        self._ahead.clear()
+
+    def begun(self, order: Order) -> None:
+        """Announce an order. A worker that is free begins the package that it completes."""
+        if not self._sizes:
+            return
+        self._begun.append(order)
+        if len(self._begun) < self._sizes[0]:
+            return
+        self._sizes.popleft()
+        self._ahead.append(Package(self._begun))
+        self._begun = []
+        with contextlib.suppress(PoolError):  # a worker has died: `carry_out` will find out, and says why
+            self._collect(block=False)
+            self._hand_out(self._ahead)
+
     def carry_out(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Outcome]]:
         """Outcomes of the orders, in their order, each as soon as it is there."""
         if not orders:
             return
-        if not self._joint:  # whether more go together is not known, or was not so when asked last
-            groups = [[order] for order in orders]
-        else:
-            parts = np.array_split(np.arange(len(orders)), math.ceil(len(orders) / TOGETHER))
-            groups = [[orders[index] for index in part] for part in parts]
+        packages, following = [], iter(orders)
+        for size in self._split(len(orders)):
+            group = tuple(itertools.islice(following, size))
+            ahead = next((each for each in self._ahead if each.holds(group)), None)
+            packages.append(ahead or Package(group))
+        self._ahead = [each for each in self._ahead if each not in packages]
         first, following = True, iter(orders)
-        asked = [msgspec.msgpack.encode(Work(tuple(group), self._together)) for group in groups]
-        for answers in self._spread(asked):
+        for answers in self._spread(packages):
             for done in msgspec.msgpack.decode(answers, type=list[Done]):
                 if first:
                     self._joint, first = done.joint, False
@@ -176,33 +224,42 @@ class Pool:
 
     # -- within -----------------------------------------------------------------------------------
 
-    def _spread(self, orders: Sequence[bytes]) -> Iterator[bytes | bytearray]:
-        """Each order to whichever worker is free; answers in the order of the orders.
+    def _split(self, count: int) -> list[int]:
+        """How many of so many orders go together: about as many each time, TOGETHER at most."""
+        if not self._joint:  # whether more go together is not known, or was not so when asked last
+            return [1] * count
+        return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
-        A worker has one order at a time: it reads when we write, so neither side waits for the other to read.
+    def _spread(self, packages: Sequence[Package]) -> Iterator[bytes | bytearray]:
+        """Hand the packages out to whichever worker is free; yields their answers in the packages' order."""
+        for wanted in packages:
+            self._hand_out(packages)
+            while wanted.answer is None:
+                self._collect(block=True)
+                self._hand_out(packages)
+            answer, wanted.answer = wanted.answer, None
+            yield answer
+            self._collect(block=False)  # whoever is done meanwhile shall not wait
+
+    def _hand_out(self, packages: Sequence[Package]) -> None:
+        """Give packages to the workers that are free.
+
+        A worker has one package at a time: it reads when we write, so neither side waits for the other to read.
         """
-        given: dict[socket.socket, int] = {}
-        answers: dict[int, bytearray] = {}
-        following, wanted = 0, 0
-        with selectors.DefaultSelector() as selector:
-            for index, each in enumerate(self._sockets[: len(orders)]):
-                selector.register(each, selectors.EVENT_READ, index)
-                self._send(each, orders[following])
-                given[each] = following
-                following += 1
-            while wanted < len(orders):
-                while wanted in answers:
-                    yield answers.pop(wanted)
-                    wanted += 1
-                if wanted == len(orders):
-                    break
-                for key, _ in selector.select():
-                    each = self._sockets[key.data]
-                    answers[given.pop(each)] = self._receive(each)
-                    if following < len(orders):
-                        self._send(each, orders[following])
-                        given[each] = following
-                        following += 1
+        left = (each for each in packages if not each.given)
+        for index, worker in enumerate(self._sockets):
+            if index not in self._given:
+                if (package := next(left, None)) is None:
+                    return
+                package.given = True
+                self._send(worker, msgspec.msgpack.encode(Work(tuple(package.orders), self._together)))
+                self._given[index] = package
+
+    def _collect(self, *, block: bool) -> None:
+        """Take the answers of workers that are done; with `block` wait until one is."""
+        for key, _ in self._selector.select(None if block else 0):
+            answer = self._receive(self._sockets[key.data])
+            self._given.pop(key.data).answer = answer
 
     def _send(self, to: socket.socket, payload: bytes) -> None:
         try:

@@ -33,8 +33,9 @@ def play(simulations: Sequence[Simulation], carry: Carry) -> Iterator[Simulation
             asked += [(each, order) for order in orders]
             if each.running is not None and told[index] < len(each.rounds):
                 told[index] = len(each.rounds)
+                began_s = time.perf_counter()
                 yield each
-                each.resumed()
+                each.paused(time.perf_counter() - began_s)
         if not asked:
             return
         for (each, order), outcome in zip(asked, carry(asked), strict=True):
@@ -114,6 +115,7 @@ def simulate(
         else:
             carry, held = in_process(members, together=together, test=test)
         simulation = stack.enter_context(Simulation(job, folder, held, place, away=away))
+        simulation.look_ahead(carry.ahead)
         start_s = time.perf_counter() - began_s
         for each in play([simulation], carry):
             observe(each, carry)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import mending
@@ -28,7 +28,8 @@ from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.fleet import SimulatedFleet, Spec
+from fedquilt.tools.simulation.fleet import SimulatedFleet
+from fedquilt.tools.simulation.fleet_device import Spec
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
@@ -51,6 +52,18 @@ class Round:
     energy_j: float | None  # of the boards' tasks; None: one does not tell
     devices_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_s: float = 0.0  # of the devices' work, on this machine
+
+
+class Ahead(Protocol):
+    """Somebody who may begin orders before `Simulation.advance` returns them."""
+
+    def coming(self, count: int) -> None:
+        """So many orders will be announced, if their devices accept them; what was announced before has been done."""
+        ...
+
+    def begun(self, order: Order) -> None:
+        """Announce one of them; the others follow in the order in which they will be asked for."""
+        ...
 
 
 class Simulation:
@@ -89,7 +102,7 @@ class Simulation:
         self.running: Running | None = None
         self.refusals: dict[str, str] = {}  # device -> the last reason for which it did not take part
         self._answers: list[Answered] = []
-        self._began_s, self._opened_s = time.perf_counter(), 0.0
+        self._ahead: Ahead | None = None
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
         self.adversaries = adversaries.drawn(job, members)
         self._overheard = adversaries.Overheard()
@@ -108,6 +121,7 @@ class Simulation:
         newcomer = Spec(NEWCOMER, lambda: boards.make("x86-host"), spare, {"share": NEWCOMER})
         self.fleet = SimulatedFleet(self._specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe, self.run, load, poll_s=POLL_S)
+        self._began_s, self._opened_s = time.perf_counter(), 0.0
 
     def __enter__(self) -> Simulation:
         return self
@@ -170,15 +184,20 @@ class Simulation:
             self.now_s = max(self.now_s, due_s)
         return []
 
+    def look_ahead(self, ahead: Ahead | None) -> None:
+        """Announce a round's orders from now on, each as its device begins it, while others are still being asked."""
+        if ahead is not None and not self._conspiring:  # adversaries who listen are asked after the others, otherwise
+            self._ahead, self.fleet.begun = ahead, ahead.begun
+
     def _not_begun(self) -> None:
         """Take over what the log says of a run that could not be taken up; nobody was told of it."""
         self.status = self._store.status(self.run)
         ends = [fact for _, _, fact in self._store.facts(self.run) if isinstance(fact, Ended)]
         self.reason = ends[-1].reason if ends else ""
 
-    def resumed(self) -> None:
-        """Begin to count a round's seconds on this machine anew: something else was done meanwhile."""
-        self._began_s = time.perf_counter()
+    def paused(self, seconds: float) -> None:
+        """Leave out so many seconds of the running round's on this machine: something else was done meanwhile."""
+        self._began_s += seconds
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """Outcome of an order."""
@@ -253,6 +272,8 @@ class Simulation:
 
     def _observe(self, job: Running, fact: AnyFact) -> None:
         self.running = job
+        if isinstance(fact, Asked) and self._ahead is not None:
+            self._ahead.coming(len(fact.devices))
         if isinstance(fact, Asked | Answered | Committed):
             self._busy_s = self.now_s
         if isinstance(fact, Committed):

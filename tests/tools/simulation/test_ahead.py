@@ -1,0 +1,182 @@
+"""Orders that are announced before they are asked for: begun early, and counted only if exactly these are asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.testing.toys import learners, to_train
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.pool import Pool, PoolError
+from fedquilt.tools.simulation.run import play, simulate
+from fedquilt.tools.simulation.simulated_job import Simulation
+
+JOB: dict[str, Any] = {
+    "name": "toy",
+    "method": "fedavg",
+    "engine": "numpy",
+    "rounds": 3,
+    "params": {"epochs": 1, "batch": 4, "lr": 0.1},
+}
+MEMBERS = learners(5, 13)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A prepared bundle of the toy network."""
+    made = to_train()
+    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
+    return tmp_path / "bundle"
+
+
+@contextmanager
+def begun(folder: Path, home: Path, **more: Any) -> Iterator[Simulation]:
+    job, held = settings.parse({**JOB, **more}), {each.device: len(each.held) for each in MEMBERS}
+    with Simulation(job, folder, held, home) as simulation:
+        yield simulation
+
+
+class Heard:
+    """What a simulation announces."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.orders: list[Order] = []
+
+    def coming(self, count: int) -> None:
+        self.counts.append(count)
+        self.orders = []
+
+    def begun(self, order: Order) -> None:
+        self.orders.append(order)
+
+
+class Watched(Pool):
+    """A pool that notes which packages it sends."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__("numpy", MEMBERS, workers=workers)
+        self.sent = 0
+
+    def _send(self, to: Any, payload: bytes) -> None:
+        self.sent += 1
+        super()._send(to, payload)
+
+
+def bundles(found: Iterator[tuple[Order, Outcome]]) -> list[tuple[str, dict[str, Any]]]:
+    return [(order.device, outcome.bundles) for order, outcome in found]
+
+
+def test_a_round_announces_exactly_the_orders_that_it_then_asks_for(folder: Path, tmp_path: Path) -> None:
+    """The same objects in the same order, after how many there will be."""
+    heard = Heard()
+    with begun(folder, tmp_path / "home", cohort={"size": 3}) as simulation:
+        simulation.look_ahead(heard)
+        orders = simulation.advance()
+    assert heard.counts == [3]
+    assert len(orders) == 3
+    assert all(one is other for one, other in zip(orders, heard.orders, strict=True))
+
+
+def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Path, tmp_path: Path) -> None:
+    """They are asked after the others, with more than their orders said when they began them."""
+    heard = Heard()
+    lies = {"adversaries": {"share": 0.4, "attack": "inner_product"}}
+    with begun(folder, tmp_path / "home", fleet=lies) as simulation:
+        simulation.look_ahead(heard)
+        assert simulation.advance()
+    assert heard.counts == []
+
+
+def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, tmp_path: Path) -> None:
+    """Two workers have two of five before anybody asks; the outcomes are those without announcements."""
+    with begun(folder, tmp_path / "home") as simulation, Watched(2) as pool:
+        orders = simulation.advance()
+        plain = bundles(pool.carry_out(orders))
+        pool.sent = 0
+        pool.coming(len(orders))
+        for order in orders:
+            pool.begun(order)
+        assert pool.sent >= 2
+        assert bundles(pool.carry_out(orders)) == plain
+        assert pool.sent == len(orders)
+
+
+def test_other_orders_than_were_announced_are_carried_out_as_if_nothing_had_been(folder: Path, tmp_path: Path) -> None:
+    """An evaluation in between leaves what is announced for later; an order that is missing costs its work alone."""
+    with begun(folder, tmp_path / "home") as simulation, Watched(2) as pool:
+        orders = simulation.advance()
+        plain = bundles(pool.carry_out(orders))
+        pool.coming(len(orders))
+        for order in orders:
+            pool.begun(order)
+        assert bundles(pool.carry_out(orders[4:])) == plain[4:]
+        assert bundles(pool.carry_out([orders[1], orders[0]])) == [plain[1], plain[0]]
+        pool.coming(2)
+        pool.begun(orders[3])
+        assert bundles(pool.carry_out(orders)) == plain
+
+
+def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Announcing is no part of the job: its failure must not end up as the job's own."""
+    with begun(folder, tmp_path / "home") as simulation, Pool("numpy", MEMBERS, workers=1) as pool:
+        orders = simulation.advance()
+        list(pool.carry_out(orders))
+        os.kill(pool.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pool.pid, os.WEXITED | os.WNOWAIT)
+        pool.coming(len(orders))
+        for order in orders:
+            pool.begun(order)
+        with pytest.raises(PoolError, match="killed"):
+            list(pool.carry_out(orders))
+
+
+def test_a_run_on_a_pool_gives_the_bits_of_one_that_announces_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With evaluations between the rounds, when workers have begun the next one already."""
+
+    def run() -> tuple[bytes, list[Any]]:
+        tested: list[Any] = []
+
+        def observe(simulation: Simulation, hands: Hands) -> None:
+            tested.append(hands.test(simulation))
+
+        job = settings.parse({**JOB, "cohort": {"size": 4}})
+        outcome = simulate(job, folder, MEMBERS, workers=2, test=MEMBERS[0].train, observe=observe)
+        return tensors.encode(outcome.artefact.tensors), [*tested, *(each.devices for each in outcome.rounds)]
+
+    ahead = run()
+    monkeypatch.setattr(Simulation, "look_ahead", lambda self, ahead: None)
+    assert run() == ahead
+
+
+def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_rounds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only these move: a second for each device that is asked, a hundred for each observation."""
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+
+    class Slow(Heard):
+        def begun(self, order: Order) -> None:
+            now_s[0] += 1.0
+
+    with begun(folder, tmp_path / "home", rounds=2) as simulation, Watched(1) as pool:
+        simulation.look_ahead(Slow())
+        carry = Hands(lambda orders: [done for _, done in pool.carry_out(orders)], {})
+        for _ in play([simulation], carry):
+            now_s[0] += 100.0
+        assert [each.wall_s for each in simulation.rounds] == [5.0, 5.0]

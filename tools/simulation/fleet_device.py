@@ -1,0 +1,175 @@
+"""One device of a simulated fleet: an agent's duty on a simulated board, with what surrounds it on a real one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
+
+from fedquilt import wire
+from fedquilt.blobs.store import SMALL_BYTES
+from fedquilt.core import BlobRef, Device, Task, Update
+from fedquilt.edge_agent import events, messages
+from fedquilt.edge_agent.duty import Duty
+from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.learned import Learned
+from fedquilt.edge_agent.task.outputs import PRIVATE
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.edge_agent.task.worker import VirtualWorker
+
+if TYPE_CHECKING:
+    from fedquilt.tools.simulation.fleet import SimulatedFleet
+
+TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One device of a simulated fleet.
+
+    Args:
+        board: made when the device is first needed.
+        data: what `Order.data` says to whoever carries its orders out.
+    """
+
+    device: str
+    board: Callable[[], Device]
+    means: events.Means
+    data: Mapping[str, object]
+    rule: Rule = Rule()
+
+
+class FleetDevice:
+    """One device, and what surrounds its duty: `duty.Surroundings`."""
+
+    def __init__(self, fleet: SimulatedFleet, spec: Spec) -> None:
+        self.name, self._fleet, self._spec = spec.device, fleet, spec
+        self.board = spec.board()
+        self.worker = VirtualWorker(self.board)
+        self.have = fleet.held(spec.device)  # sha256 of what it was sent
+        self.fetched: list[str] = []  # brought here, and not yet told to the duty
+        self._folder = f"{fleet.folder}/private/"
+        self._private = f"{self.name}.safetensors"
+        self._following = f"{self.name}.next"  # what the update in the outbox leaves
+        self._unanswered = f"{self.name}.update"
+        self._leaves = False  # whether the order in hand has left private state
+        outbox = self._recovered()
+        self._follows = bool(outbox)
+        self.duty = Duty(spec.device, events.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
+        self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
+        self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
+        self.due_s = math.inf
+        self.tell_s = 0.0  # when its sensors are told next
+
+    def _recovered(self) -> dict[events.Key, events.Offer]:
+        """The update with private state that an interrupted run has left unanswered: it is offered again."""
+        if self._following not in self._fleet.private:
+            return {}
+        with open(f"{self._folder}{self._unanswered}", "rb") as file:
+            update = wire.decode(file.read(), Update)
+        return {(update.job, update.round): events.Offer(update, True, due_s=-math.inf)}
+
+    def telling(self, now_s: float) -> None:
+        """Tell what the board's sensors say, if it has any and it is time."""
+        if now_s < self.tell_s:
+            return
+        told = messages.telemetry(self.board.read(now_s))
+        self.tell_s = math.inf if told is None else now_s + TELEMETRY_S
+        if told is not None:
+            self._fleet.say(self.name, told)
+
+    def say(self, claim: wire.Claim) -> None:
+        """Tell the coordinator whether a task is accepted."""
+        self._fleet.say(self.name, claim)
+
+    def offer(self, update: Update, now_s: float) -> None:
+        """Tell the coordinator the result of a task."""
+        self._fleet.say(self.name, update)
+
+    def drop(self, update: Update) -> None:
+        """Give up the private state that an unsent update would have left."""
+        self._end(accepted=False)
+
+    def fetch(self, refs: Sequence[BlobRef]) -> None:
+        """Note blobs as fetched: they are read where the coordinator keeps them."""
+        self.have.update(ref.sha256 for ref in refs)
+        self.fetched.extend(ref.sha256 for ref in refs)
+
+    def abandon(self, sha256: str) -> None:
+        """Forget a blob."""
+        self.have.discard(sha256)
+
+    def progressed(self, task: Task, fraction: float, now_s: float) -> None:
+        """Do nothing: nobody observes."""
+
+    def remember(self, learned: Mapping[str, Learned]) -> None:
+        """Do nothing: a simulated board does not restart."""
+
+    def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
+        """Make the order of a task; a `spare` one is no part of a round."""
+        return Order(
+            task=task,
+            device=self.name,
+            budget_bytes=budget_bytes,
+            data=dict(self._spec.data),
+            bundles={name: self._fleet.place(name, ref) for name, ref in task.bundles.items()},
+            private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
+            cache=f"{self._fleet.folder}/caches/{self.name}",
+            out=self._fleet.out,
+            plan_bytes=None if spare else plan_bytes,
+            prefix=self._prefix,
+            whole_bytes=SMALL_BYTES,
+        )
+
+    def laid_by(self, outcome: Outcome) -> Outcome:
+        """Put what came with an outcome by, until the board is done with it."""
+        self.give_up()
+        self._leaves = outcome.private is not None
+        for ref in outcome.bundles.values():
+            if ref.sha256 in outcome.blobs and ref not in self._places:
+                self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
+        return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
+
+    def give_up(self) -> None:
+        """Let go of what was put by."""
+        while self._places:
+            self._fleet.depot.give_up(*self._places.popitem())
+
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
+        """Hand the task's output to the coordinator; private state waits for its answer."""
+        made = f"{self._fleet.out}/{self._prefix}"
+        for ref in update.bundles.values():
+            place = self._places.pop(ref, None)
+            if place is not None:
+                self._fleet.depot.take_over(ref, place)
+            else:
+                self._fleet.depot.adopt(f"{made}{ref.sha256}", ref)
+        if not self._leaves:  # what a task before it may have written and then failed counts for nothing
+            return False
+        with open(f"{self._folder}{self._unanswered}", "wb") as file:
+            file.write(wire.encode(update))
+        os.replace(f"{made}{PRIVATE}", f"{self._folder}{self._following}")
+        self._fleet.private |= {self._unanswered, self._following}
+        self._follows = True
+        return True
+
+    def settle(self, ack: wire.Ack) -> None:
+        """Private state counts with the contribution that it came with."""
+        if (ack.job, ack.round) in self.duty.state.outbox:
+            self._end(ack.accepted)
+
+    def _end(self, accepted: bool) -> None:
+        if not self._follows:
+            return
+        if accepted:
+            os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
+            self._fleet.private.add(self._private)
+        else:
+            os.unlink(f"{self._folder}{self._following}")
+        self._fleet.private -= {self._following, self._unanswered}
+        os.unlink(f"{self._folder}{self._unanswered}")  # last: with it, what follows is offered again after a kill
+        self._follows = False
