@@ -43,7 +43,6 @@ from fedquilt.core import (
     derived,
     expected,
 )
-from fedquilt.tiers import Member
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 WHOLE_BYTES: Final = 1 << 20  # tensors up to this are encoded as a whole before they are stored
@@ -190,7 +189,7 @@ class Running:
         fleet = {device: each.profile for device, each in seen.items() if each.online and each.profile is not None}
         if not fleet:
             return ()
-        members = [Member(profile, self._examples.get(device)) for device, profile in sorted(fleet.items())]
+        members = [tiers.Member(profile, self._examples.get(device)) for device, profile in sorted(fleet.items())]
         found = tiers.coverage(members, self.engines, order.work)
         everybody = all(share.able == share.devices for share in found.values())
         self._all_able = (seen, order.work) if everybody else None
@@ -383,11 +382,10 @@ class Running:
         self.state = state
 
     def _load_state(self, ref: BlobRef) -> Any:
-        return mending.state(self.id, self._store.depot, ref, self.method.state, self._again)
+        def again() -> Any:  # the job's first state, made anew; None: the log is past it
+            return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
 
-    def _again(self) -> Any:
-        """The job's first state, made anew; None: the log is past it."""
-        return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
+        return mending.state(self.id, self._store.depot, ref, self.method.state, again)
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

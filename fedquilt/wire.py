@@ -15,7 +15,7 @@ import binascii
 import re
 import zlib
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -305,14 +305,7 @@ UP: dict[str, type[Wired]] = {
     "installed": Installed,
     "hello": Hello,
 }
-DOWN: dict[str, type[Wired]] = {
-    "task": Task,
-    "ack": Ack,
-    "model": Release,
-    "agent": Release,
-    "settings": Release,
-    "hello": Hello,
-}
+DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack, "hello": Hello, **dict.fromkeys(get_args(Kind), Release)}
 BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing, "place": Place, "placed": Placed}
 
 Direction = Literal["up", "dn"]

@@ -153,3 +153,17 @@ class Serve:
         if queue:
             self._queues[device] = queue  # at the end: the others first
         return item
+
+
+def arrived_damaged(ref: BlobRef) -> DamagedBlobError:
+    """Error for bytes that are not those of the blob that they were sent as."""
+    said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
+    return DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")
+
+
+def reference(payload: bytes, expected: BlobRef | None) -> BlobRef:
+    """Reference of bytes, which have to be the blob `expected` if there is one."""
+    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    if expected not in (None, ref):
+        raise arrived_damaged(ref if expected is None else expected)
+    return ref

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.core import BlobRef, StoreError
+from fedquilt.core import StoreError
 
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
@@ -32,9 +31,3 @@ def explained(what: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
         raise StoreError(f"cannot {what} in {folder}: {error.strerror}; {mend}") from None
-
-
-def arrived_damaged(ref: BlobRef) -> DamagedBlobError:
-    """Error for bytes that are not those of the blob that they were sent as."""
-    said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
-    return DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")

@@ -21,7 +21,6 @@ ONNX graphs rely on flat names: they name their external data by sha256, in the 
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -33,7 +32,7 @@ from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.explained import arrived_damaged, explained
+from fedquilt.blobs.explained import explained
 from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
@@ -170,7 +169,7 @@ class Depot:
         Raises:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
         """
-        ref = _ref(payload, expected)
+        ref = chunks.reference(payload, expected)
         if self._is_file(ref):  # a stowed blob may be dropped by its user
             return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
@@ -184,7 +183,7 @@ class Depot:
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.put(payload, expected)
-        ref = _ref(payload, expected)
+        ref = chunks.reference(payload, expected)
         if not self.has(ref):
             self.take_over(ref, self.lay_by(ref, payload))
         return ref
@@ -317,7 +316,7 @@ class Depot:
         with self._doing(f"complete blob {ref.sha256[:12]}"):
             if self._synced(part, digest) != ref:
                 self.disk.unlink(part)
-                raise arrived_damaged(ref)
+                raise chunks.arrived_damaged(ref)
             self._place(part, ref.sha256)
 
     # -- within --
@@ -399,11 +398,3 @@ class Depot:
 
     def _doing(self, what: str) -> AbstractContextManager[None]:
         return explained(what, self.folder)
-
-
-def _ref(payload: bytes, expected: BlobRef | None) -> BlobRef:
-    """Reference of bytes, which have to be the blob `expected` if there is one."""
-    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    if expected not in (None, ref):
-        raise arrived_damaged(ref if expected is None else expected)
-    return ref

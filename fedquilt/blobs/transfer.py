@@ -11,7 +11,6 @@ again; requests and refusals go reliably. Only chunks are in memory, never a blo
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,28 +19,19 @@ from typing import Any, Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.carriers import Carriers
-from fedquilt.blobs.chunks import MANIFEST, Item, Serve
 from fedquilt.blobs.download import PATIENCE_S, Pull
+from fedquilt.blobs.sending import HASHED_BYTE_S, Sender
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.streaming import Streaming
-from fedquilt.core import BlobRef, FedquiltError, LinkError, Place, Placed, StoreError, Wired
+from fedquilt.core import BlobRef, LinkError, Place, Placed, StoreError, Wired
 from fedquilt.transport.link import Link
-
-log = logging.getLogger("fedquilt.blobs.transfer")
 
 Key = tuple[str, str]  # device, sha256
 
 _LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
 _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
 _OFFLINE_POLL_S: Final = 1.0
-_CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
-_SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent
-HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
-SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
-PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
-PAYING_BYTES: Final = 16 * 1024  # the smallest of these
 _MANY: Final = 128  # pulls at once of blobs that are small together
-_DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
 
 class Transfers:
@@ -68,7 +58,6 @@ class Transfers:
         self._direction: wire.Direction = direction
         # a coordinator alone reads what it fetches; of what a device fetches, files have to lie side by side
         self._store = depot.stow if direction == "dn" else depot.put
-        self._other: wire.Direction = "dn" if direction == "up" else "up"
         self._allowed = allowed
         self._budget_bytes = budget_bytes
         self._max_pulls = max_pulls
@@ -79,15 +68,13 @@ class Transfers:
         self._pulls: dict[Key, Pull] = {}  # begun, some of them parked
         self._open: dict[Key, Pull] = {}  # active, the longest without a request first
         self._done: list[tuple[str, str, str | None]] = []
-        self._serve = Serve(budget_bytes)
         self._streaming = Streaming(carriers or Carriers(), depot, self._publish)
-        self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the latest ones
-        self._traffic: Counter[tuple[str, wire.Direction]] = Counter()
+        self._sender = Sender(
+            link, depot, topics, direction, allowed, budget_bytes, self._streaming, strain=self._strain
+        )
+        self._came_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
         self._strain_s: dict[str, float] = {}
         self._unasked: list[str] = []
-        self._sent: set[Item] = set()
-        self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index
-        self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
         self._session = link.session
 
     # -- what the owner asks --
@@ -119,7 +106,7 @@ class Transfers:
 
     def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
         """Chunk bytes sent to ("dn") or received from ("up") a device, repetitions included."""
-        return self._traffic[device, direction]
+        return (self._sender.sent_bytes if direction == self._direction else self._came_bytes)[device]
 
     def take_strain(self) -> dict[str, float]:
         """Device -> seconds of work since the last call that were to no use, less what useful work pays."""
@@ -147,7 +134,7 @@ class Transfers:
         if route.direction == self._direction:
             return True  # an own message, returned
         if route.leaf == "get":
-            self._answer(route.device, wire.decode(payload, wire.Get))
+            self._sender.answer(route.device, wire.decode(payload, wire.Get))
             return True
         key = (route.device, route.sha256)
         if route.leaf == "chunk":
@@ -179,7 +166,7 @@ class Transfers:
         pull = self._pulls.get(key)
         if pull is None:
             return self._unasked.append(key[0])
-        self._traffic[key[0], self._other] += len(payload)
+        self._came_bytes[key[0]] += len(payload)
         bad = pull.bad
         if not pull.take_chunk(index, payload, now_s):
             self._strain(key[0], len(payload) * (pull.bad - bad) * HASHED_BYTE_S)
@@ -203,7 +190,7 @@ class Transfers:
     def _take_streamed(self, now_s: float) -> None:
         """Go on with blobs that have come beside the link, or have not."""
         for ended, moved in self._streaming.take_ended(now_s):
-            self._traffic[ended.key[0], self._other] += moved
+            self._came_bytes[ended.key[0]] += moved
             if ended.error is None or ended.disk:
                 self._end(ended.key, ended.error)
             else:
@@ -245,7 +232,7 @@ class Transfers:
         """Publish everything due; returns when to call again."""
         self._take_streamed(now_s)
         due_s = [self._streaming.step(now_s)]
-        if not self._wanted and not self._serve:
+        if not self._wanted and not self._sender:
             return due_s[0]
         if not self._link.connected:
             return min(now_s + _OFFLINE_POLL_S, *due_s)
@@ -263,10 +250,9 @@ class Transfers:
         for device, sha256 in self._streaming.ready():
             if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
                 self._streaming.offer(device, ref)
-        while (item := self._serve.take(self._link.backlog)) is not None:
-            self._send(item)
+        self._sender.step()
         due_s += [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
-        if self._serve:
+        if self._sender:
             due_s.append(now_s + _DRAIN_POLL_S)
         return min(due_s, default=math.inf)
 
@@ -314,93 +300,6 @@ class Transfers:
                     self._open[key] = self._open.pop(key)
             outstanding_bytes += pull.outstanding_bytes - before_bytes
         return left
-
-    # -- serving --
-
-    def _answer(self, device: str, get: wire.Get) -> None:
-        try:
-            manifest = self._manifest(device, get.sha256, get.chunk)
-        except FedquiltError as error:
-            return self._refuse(device, get.sha256, str(error))
-        if not _whole(manifest):
-            self._streaming.offer(device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices)
-        if get.indices and manifest.chunk == get.chunk:
-            for index in get.indices:
-                if index < chunks.count(manifest):
-                    self._serve.ask(Item(device, get.sha256, manifest.chunk, index))
-        else:  # also when our packets have become smaller since the manifest was sent
-            self._serve.ask(Item(device, get.sha256, manifest.chunk, MANIFEST))
-
-    def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest:
-        """Manifest of a blob for a device that accepts chunks of `asked` bytes.
-
-        Raises:
-            StoreError: the device may not have it, or it is not here (any more).
-            LinkError: too large for this broker.
-        """
-        if not self._allowed(device, sha256):
-            raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
-        ref = self._depot.ref(sha256)
-        if ref is None:
-            raise StoreError(f"blob {sha256[:12]} is not here any more")
-        chunk = chunks.agreed(chunks.chunk_for(self._link.max_payload), asked)
-        manifest = self._manifests.pop((sha256, chunk), None)
-        if manifest is None:
-            try:
-                manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
-                self._strain(device, ref.size * (sha256 in self._cut) * HASHED_BYTE_S)
-            except chunks.DamagedBlobError:
-                self._depot.damaged(sha256)
-                raise
-            if len(self._cut) >= _CUT_MOST:
-                self._cut.clear()
-            self._cut.add(sha256)
-            while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
-                del self._manifests[next(iter(self._manifests))]
-        self._manifests[sha256, chunk] = manifest
-        return manifest
-
-    def _send(self, item: Item) -> None:
-        device, sha256, index = item.device, item.sha256, item.index
-        try:
-            manifest = self._manifest(device, sha256, item.chunk)
-            if index == MANIFEST:
-                self._publish(device, f"blob/{sha256}/manifest", manifest)
-            elif manifest.chunk == item.chunk:
-                if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other
-                    payload = self._depot.read(sha256, *chunks.extent(manifest, index))
-                    self._latest = (sha256, item.chunk, index), payload
-                payload = self._latest[1]
-                self._require_sound(item, manifest, payload)
-                topic = self._topics.chunk(device, self._direction, sha256, index)
-                self._link.publish(topic, payload, reliable=False)
-                self._traffic[device, self._direction] += len(payload)
-        except FedquiltError as error:
-            self._refuse(device, sha256, str(error))
-
-    def _require_sound(self, item: Item, manifest: wire.Manifest, payload: bytes) -> None:
-        """Hash a chunk that is asked for a second time: it may have arrived damaged because it is damaged here.
-
-        To hash each chunk that is sent takes half a millisecond, for every device again.
-
-        Raises:
-            DamagedBlobError: it is; the blob is out of use.
-        """
-        if item not in self._sent:
-            if len(self._sent) >= _SENT_MOST:
-                self._sent.clear()
-            self._sent.add(item)
-            return self._strain(item.device, SENT_S if len(payload) < PAYING_BYTES else -PAID_S)
-        self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
-        if not chunks.is_chunk(manifest, item.index, payload):
-            self._manifests.pop((item.sha256, item.chunk), None)
-            self._latest = ("", 0, 0), b""
-            self._depot.damaged(item.sha256)
-            raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
-
-    def _refuse(self, device: str, sha256: str, reason: str) -> None:
-        log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
-        self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=reason[:1000]))
 
     def _publish(self, device: str, leaf: str, message: Wired) -> None:
         self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))

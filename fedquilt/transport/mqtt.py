@@ -264,8 +264,7 @@ class MqttLink:
             return
         self.connected = True
         self.session += 1
-        announced = getattr(properties, "MaximumPacketSize", None)
-        limit = payload_limit(self.level, announced, self.broker.max_payload)
+        limit = payload_limit(self.level, getattr(properties, "MaximumPacketSize", None), self.broker.max_payload)
         self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.connected(time.monotonic())
@@ -276,10 +275,9 @@ class MqttLink:
 
     def _exchange(self) -> None:
         """Read and write as much as is possible without waiting."""
-        client, sock = self._client, self._socket
+        client, sock, peek = self._client, self._socket, select.poll()
         assert client is not None
         assert sock is not None
-        peek = select.poll()
         peek.register(sock, select.POLLIN)
         while client.socket() is not None and self._inbox_bytes < INBOX_BYTES:
             if not peek.poll(0) and not read_ahead(sock):
@@ -291,8 +289,7 @@ class MqttLink:
         if client.socket() is not None:
             client.loop_misc()
         self._hand_over()
-        if client.socket() is not None and client.want_write():
-            client.loop_write()
+        client.loop_write()
         if client.socket() is None:
             self._ended()
 
@@ -355,8 +352,8 @@ class MqttLink:
         self._lose(mqtt_errors.unanswered(self.broker))
 
     def _doubt_level(self) -> None:
-        if self.session == 0:  # no CONNACK ever came: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
-            self.level = 9 - self.level
+        # without any CONNACK so far: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
+        self.level = self.level if self.session else 9 - self.level
 
     def _lose(self, error: FedquiltError) -> None:
         """End the connection or the attempt: requeue messages in flight, plan the next attempt."""
@@ -376,8 +373,7 @@ class MqttLink:
         if culprit is None:
             return
         if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
-            self._retry.failures = 0
-            self._due_s = time.monotonic()
+            self._retry.failures, self._due_s = 0, time.monotonic()
         self._try_smaller(culprit)
 
     def _try_smaller(self, refused: Sending) -> None:

@@ -1,0 +1,160 @@
+"""Chunks and manifests for those who request them: what one side of `fedquilt.blobs.transfer` sends."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.blobs import chunks
+from fedquilt.blobs.chunks import MANIFEST, Item, Serve
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.streaming import Streaming
+from fedquilt.core import BlobRef, FedquiltError, StoreError, Wired
+from fedquilt.transport.link import Link
+
+log = logging.getLogger("fedquilt.blobs.sending")
+
+_CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
+_SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent
+HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
+SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
+PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
+PAYING_BYTES: Final = 16 * 1024  # the smallest of these
+_DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
+
+
+class Sender:
+    """Sends the chunks and manifests that are requested, as the link takes them.
+
+    Args:
+        link: to the devices, or to the coordinator.
+        depot: store of the blobs that are sent.
+        topics: of the fleet.
+        direction: the way this side publishes.
+        allowed: `allowed(device, sha256)`: may be sent to (or by) this device.
+        budget_bytes: most of chunks that wait in the link.
+        streaming: ways beside the link, offered with each blob of several chunks.
+        strain: `strain(device, seconds)` is called with the work that a device's requests make.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        depot: Depot,
+        topics: wire.Topics,
+        direction: wire.Direction,
+        allowed: Callable[[str, str], bool],
+        budget_bytes: int,
+        streaming: Streaming,
+        strain: Callable[[str, float], None],
+    ) -> None:
+        self._link, self._depot, self._topics, self._streaming = link, depot, topics, streaming
+        self._direction: wire.Direction = direction
+        self._allowed, self._strain = allowed, strain
+        self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
+        self._serve = Serve(budget_bytes)
+        self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the latest ones
+        self._sent: set[Item] = set()
+        self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index
+        self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
+
+    def __bool__(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._serve)
+
+    def answer(self, device: str, get: wire.Get) -> None:
+        """Take a device's request; what it may not have is refused."""
+        try:
+            manifest = self._manifest(device, get.sha256, get.chunk)
+        except FedquiltError as error:
+            return self._refuse(device, get.sha256, str(error))
+        if chunks.count(manifest) > 1:
+            self._streaming.offer(device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices)
+        if get.indices and manifest.chunk == get.chunk:
+            for index in get.indices:
+                if index < chunks.count(manifest):
+                    self._serve.ask(Item(device, get.sha256, manifest.chunk, index))
+        else:  # also when our packets have become smaller since the manifest was sent
+            self._serve.ask(Item(device, get.sha256, manifest.chunk, MANIFEST))
+
+    def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest:
+        """Manifest of a blob for a device that accepts chunks of `asked` bytes.
+
+        Raises:
+            StoreError: the device may not have it, or it is not here (any more).
+            LinkError: too large for this broker.
+        """
+        if not self._allowed(device, sha256):
+            raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
+        ref = self._depot.ref(sha256)
+        if ref is None:
+            raise StoreError(f"blob {sha256[:12]} is not here any more")
+        chunk = chunks.agreed(chunks.chunk_for(self._link.max_payload), asked)
+        manifest = self._manifests.pop((sha256, chunk), None)
+        if manifest is None:
+            try:
+                manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
+                self._strain(device, ref.size * (sha256 in self._cut) * HASHED_BYTE_S)
+            except chunks.DamagedBlobError:
+                self._depot.damaged(sha256)
+                raise
+            if len(self._cut) >= _CUT_MOST:
+                self._cut.clear()
+            self._cut.add(sha256)
+            while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
+                del self._manifests[next(iter(self._manifests))]
+        self._manifests[sha256, chunk] = manifest
+        return manifest
+
+    def step(self) -> None:
+        """Send as much as the link takes."""
+        while (item := self._serve.take(self._link.backlog)) is not None:
+            self._send(item)
+
+    def _send(self, item: Item) -> None:
+        device, sha256, index = item.device, item.sha256, item.index
+        try:
+            manifest = self._manifest(device, sha256, item.chunk)
+            if index == MANIFEST:
+                self._publish(device, f"blob/{sha256}/manifest", manifest)
+            elif manifest.chunk == item.chunk:
+                if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other
+                    payload = self._depot.read(sha256, *chunks.extent(manifest, index))
+                    self._latest = (sha256, item.chunk, index), payload
+                payload = self._latest[1]
+                self._require_sound(item, manifest, payload)
+                topic = self._topics.chunk(device, self._direction, sha256, index)
+                self._link.publish(topic, payload, reliable=False)
+                self.sent_bytes[device] += len(payload)
+        except FedquiltError as error:
+            self._refuse(device, sha256, str(error))
+
+    def _require_sound(self, item: Item, manifest: wire.Manifest, payload: bytes) -> None:
+        """Hash a chunk that is asked for a second time: it may have arrived damaged because it is damaged here.
+
+        To hash each chunk that is sent takes half a millisecond, for every device again.
+
+        Raises:
+            DamagedBlobError: it is; the blob is out of use.
+        """
+        if item not in self._sent:
+            if len(self._sent) >= _SENT_MOST:
+                self._sent.clear()
+            self._sent.add(item)
+            return self._strain(item.device, SENT_S if len(payload) < PAYING_BYTES else -PAID_S)
+        self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
+        if not chunks.is_chunk(manifest, item.index, payload):
+            self._manifests.pop((item.sha256, item.chunk), None)
+            self._latest = ("", 0, 0), b""
+            self._depot.damaged(item.sha256)
+            raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
+
+    def _refuse(self, device: str, sha256: str, reason: str) -> None:
+        log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
+        self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=reason[:1000]))
+
+    def _publish(self, device: str, leaf: str, message: Wired) -> None:
+        self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))
