@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +14,12 @@ from fedquilt.core import Action, BlobRef, DeviceView, Order, Task, Tensors, Wor
 from fedquilt.core.messages import ADDED
 
 HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
+
+
+def held_of(data: Mapping[str, Any] | None) -> float:
+    """Share of a device's examples that is held out, as far as a job's [data] tells."""
+    held = (data or {}).get("held")
+    return float(held) if isinstance(held, int | float) and 0 <= held < 1 else HELD
 
 
 class Common:
