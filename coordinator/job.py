@@ -75,8 +75,7 @@ class Running:
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
-        held = (row.job.data or {}).get("held")  # as far as the job tells
-        self._held = float(held) if isinstance(held, int | float) and 0 <= held < 1 else tasks.HELD
+        self._held = tasks.held_of(row.job.data)
         self._alike = tasks.Common(self._held)  # of the running round
         self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
@@ -127,7 +126,6 @@ class Running:
         if order is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
-        actions = actions or self.rounds.actions
         made = tasks.make_task(
             order,
             blob=self._blob,
@@ -136,8 +134,8 @@ class Running:
             attempt=self.rounds.attempt,
             method=self.job.method,
             engine=engine,
-            work=self._ask_of(order, engine, actions).work,
-            actions=actions,
+            work=self._ask_of(order, engine, actions or self.rounds.actions).work,
+            actions=actions or self.rounds.actions,
             seed=self._seeded(device),
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),

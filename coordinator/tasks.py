@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +14,12 @@ from fedquilt.core import Action, BlobRef, DeviceView, Order, Task, Tensors, Wor
 from fedquilt.core.messages import ADDED
 
 HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
+
+
+def held_of(data: Mapping[str, Any] | None) -> float:
+    """Share of a device's examples that is held out, as far as a job's [data] tells."""
+    held = (data or {}).get("held")
+    return float(held) if isinstance(held, int | float) and 0 <= held < 1 else HELD
 
 
 class Common:
@@ -51,6 +57,9 @@ def make_task(
     order: Order,
     *,
     blob: Callable[[Tensors | BlobRef], BlobRef],
+    actions: tuple[Action, ...],
+    engine: str,
+    work: Work | None = None,
     **named: Any,
 ) -> Task:
     """Build the task message of an order.
@@ -58,10 +67,19 @@ def make_task(
     Args:
         order: of the method.
         blob: stores a bundle's tensors, or finds them; returns their reference.
+        actions: "work", "check" or both.
+        engine: name of the device's engine that is to be used.
+        work: predicted cost, if it is known; None: `work_of`, where HELD of the examples are held out.
         named: the other fields of `Task`.
     """
-    bundles = {name: blob(value) for name, value in order.bundles.items()}
-    return Task(params=dict(order.params), bundles=bundles, **named)
+    return Task(
+        actions=actions,
+        params=dict(order.params),
+        bundles={name: blob(value) for name, value in order.bundles.items()},
+        work=work_of(order, actions, engine) if work is None else work,
+        engine=engine,
+        **named,
+    )
 
 
 def work_of(order: Order, actions: Sequence[Action], engine: str, held: float = HELD) -> Work:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.core import StoreError
-from fedquilt.open_file import OpenFile, Place, write_whole
+from fedquilt.open_file import OpenFile, write_whole
+from fedquilt.open_file import Place as Place
 
 if TYPE_CHECKING:
     import sqlite3

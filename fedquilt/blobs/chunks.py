@@ -161,9 +161,13 @@ def arrived_damaged(ref: BlobRef) -> DamagedBlobError:
     return DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")
 
 
-def reference(payload: bytes, expected: BlobRef | None) -> BlobRef:
-    """Reference of bytes, which have to be the blob `expected` if there is one."""
+def reference(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+    """Reference of bytes.
+
+    Raises:
+        DamagedBlobError: they are not the blob `expected`.
+    """
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    if expected not in (None, ref):
-        raise arrived_damaged(ref if expected is None else expected)
+    if expected is not None and expected != ref:
+        raise arrived_damaged(expected)
     return ref

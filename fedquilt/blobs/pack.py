@@ -16,7 +16,8 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-from fedquilt.disk import Disk, OpenFile
+from fedquilt.disk import Disk
+from fedquilt.open_file import OpenFile
 
 log = logging.getLogger("fedquilt.blobs.store")
 

@@ -26,7 +26,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -73,16 +74,17 @@ class Depot:
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
+        self._doing = partial(explained, folder=folder)
         self._verified = Verified(disk)
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
-            self._pack = None if durable else self._opened_pack()
+            self._pack = None if durable else Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def alone(self) -> None:
         """Take the depot for this process alone to stow in: small blobs share a file, and a wait for the disk."""
         with self._doing("open the small blobs"):
-            self._pack = self._pack or self._opened_pack()
+            self._pack = self._pack or Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def settle(self) -> None:
         """Wait until every stowed blob is on the disk, if the depot is durable."""
@@ -104,10 +106,9 @@ class Depot:
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable) is not None:
                     return path
-            if (payload := self._packed(sha256)) is None:
-                return None
-            self._store(payload, sha256)
-        return path
+            if (payload := self._packed(sha256)) is not None:
+                self._store(payload, sha256)
+        return None if payload is None else path
 
     def ref(self, sha256: str) -> BlobRef | None:
         """Reference of a whole blob, if it is here; it is not read."""
@@ -192,8 +193,7 @@ class Depot:
         """Store what `write` puts into a file: for what is too large to be held as bytes beside what it is made of."""
         with self._doing("store a blob"), self._temporary() as path:
             write(Path(path))
-            ref = self._synced(path)
-            if not self.has(ref):
+            if not self.has(ref := self._synced(path)):
                 self._place(path, ref.sha256)
         return ref
 
@@ -255,8 +255,8 @@ class Depot:
         """Remove a blob, whole or in part."""
         with self._doing(f"remove blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
-                self._pack.drop(sha256)
-                if not self.disk.is_file(self._at(sha256)):  # it may have a file as well
+                self._pack.drop(sha256)  # it may have a file as well
+                if not self.disk.is_file(self._at(sha256)):
                     return
             self._verified.forget(sha256)
             for path in (self._at(sha256), self._part(sha256)):
@@ -320,9 +320,6 @@ class Depot:
             self._place(part, ref.sha256)
 
     # -- within --
-
-    def _opened_pack(self) -> Pack:
-        return Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def _packed(self, sha256: str) -> bytes | None:
         """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
@@ -395,6 +392,3 @@ class Depot:
         self._verified.note(self._at(sha256), sha256)
         if self._durable:
             self.disk.sync(self.folder)
-
-    def _doing(self, what: str) -> AbstractContextManager[None]:
-        return explained(what, self.folder)

@@ -250,10 +250,8 @@ class MqttLink:
         except FedquiltError as error:
             return self._lose(error)
         client = self._client = Client(sock, self.level, self.client_id, self._on_message, self._on_publish)
-        client.on_connect = self._on_connect
-        client.on_disconnect = self._on_disconnect
-        client.on_subscribe = self._on_subscribe
-        client.on_log = self._on_log
+        client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
+        client.on_subscribe, client.on_log = self._on_subscribe, self._on_log
         self._farewell, self._said = None, ""
         client.introduce(self.broker, password, self.will)
 
@@ -310,11 +308,9 @@ class MqttLink:
     def _on_publish(self, mid: int, code: int) -> None:
         """A QoS-1 message was acknowledged, or a QoS-0 message written."""
         message = self._queue.done(mid)
-        if message is None or code < mqtt_errors.UNSPECIFIED:
-            return
-        if code == mqtt_errors.TOO_LARGE:
+        if message is not None and code == mqtt_errors.TOO_LARGE:
             self._try_smaller(message)
-        else:
+        elif message is not None and code >= mqtt_errors.UNSPECIFIED:
             self._drop(1, mqtt_errors.not_taken(self.broker, message.topic, code, reason_of(code)))
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:

@@ -156,7 +156,7 @@ class Client(paho.Client):
         elif kind == packets.PUBACK:
             self._settled(*packets.acknowledged(body))
         else:
-            self._in_packet.update(command=head, packet=body, remaining_length=len(body), pos=0)
+            self._in_packet |= {"command": head, "packet": body, "remaining_length": len(body), "pos": 0}
             if failed := self._packet_handle():
                 self._loop_rc_handle(failed)
 

@@ -55,8 +55,7 @@ class Crowd:
     def connect(self) -> None:
         """Connect all boards, and wait until the broker has what each of them says of itself."""
         for board in self.boards:
-            board.connect()
-            self._ready.register(board.client.socket(), selectors.EVENT_READ, board)
+            self._ready.register(board.connect(), selectors.EVENT_READ, board)
             self.turn(0.0)
         while not all(board.told for board in self.boards):
             self.turn(1.0)
@@ -90,8 +89,8 @@ class Board:
         self._update: Update | None = None  # not answered yet
         self._blob, self._manifest, self._offered_s = b"", b"", 0.0
 
-    def connect(self) -> None:
-        """Begin to connect; what follows does so in `read`."""
+    def connect(self) -> socket.socket:
+        """Begin to connect, which `read` goes on with; returns the socket."""
         crowd = self.crowd
         gone = wire.encode(wire.Presence(online=False, boot="bench"))
         sock = socket.create_connection((crowd.broker.host, crowd.broker.port))
@@ -99,6 +98,7 @@ class Board:
         self.client.on_connect = self._greet
         self.client.introduce(crowd.broker, None, (crowd.topics.device(self.device, "up", "presence"), gone))
         self.read()
+        return sock
 
     def read(self) -> None:
         """Read what has come, and write what follows from it.

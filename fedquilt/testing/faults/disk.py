@@ -11,7 +11,8 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from fedquilt.disk import REAL, Disk, Found, Lock, OpenFile, Place
+from fedquilt.disk import REAL, Disk, Found, Lock, Place
+from fedquilt.open_file import OpenFile
 from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, Symlink, apply
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
