@@ -49,7 +49,7 @@ class OpenFile:
         self.close()
 
 
-def write_whole(file: int, payload: bytes, offset: int) -> None:
+def write_whole(file: int, payload: bytes | memoryview, offset: int) -> None:
     """Write bytes at an offset of an open file, in as many calls as it takes."""
     view = memoryview(payload)
     while view:
