@@ -282,14 +282,14 @@ class Floats(Mapping[str, np.ndarray]):
             found = self._disk.stat(self._path)
             if found is None:
                 raise StoreError(f"cannot read {self._path}: it is gone")
-            size = min(max(found.size - offset, 0), wanted)
+            size = min(found.size - offset, wanted)
             if size == wanted:  # nothing is allocated for what is not there
                 array = np.empty(shape, "<f4")
                 size = self._disk.read_into(self._path, array.reshape(-1).view(np.uint8).data, offset)
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
         if size != wanted:
-            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {size} of {wanted} bytes")
+            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {max(size, 0)} of {wanted} bytes")
         return array
 
     def __iter__(self) -> Iterator[str]:

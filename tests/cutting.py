@@ -8,7 +8,29 @@ import threading
 from collections.abc import Callable
 
 
-class Relay:
+class Listener:
+    """A port of 127.0.0.1, whose connections go to `serve` one after the other until `close`."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.serve(self._listener.accept()[0])
+
+    def serve(self, sock: socket.socket) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else it goes on listening while `accept` waits
+        self._listener.close()
+
+
+class Relay(Listener):
     """Relays to a port, from one of its own.
 
     Args:
@@ -26,19 +48,13 @@ class Relay:
         self.target, self.most, self.change = port, most, change
         self.connections = 0
         self.closed = False  # whether connections are refused from now on
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._listen, daemon=True).start()
+        super().__init__()
 
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                if self.closed:
-                    sock.close()
-                    continue
-                number, self.connections = self.connections, self.connections + 1
-                threading.Thread(target=self._relay, args=(sock, self.most(number)), daemon=True).start()
+    def serve(self, sock: socket.socket) -> None:
+        if self.closed:
+            return sock.close()
+        number, self.connections = self.connections, self.connections + 1
+        threading.Thread(target=self._relay, args=(sock, self.most(number)), daemon=True).start()
 
     def _relay(self, sock: socket.socket, most: int | None) -> None:
         with sock, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as other:
@@ -68,27 +84,16 @@ class Relay:
             else:
                 sink.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
-        self._listener.close()
 
-
-class Canned:
+class Canned(Listener):
     """A server that gives each connection the same answer, whatever is asked."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
         self.asked: list[bytes] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._listen, daemon=True).start()
+        super().__init__()
 
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                with sock, contextlib.suppress(OSError):
-                    self.asked.append(sock.recv(8 * 1024))
-                    sock.sendall(self.answer)
-
-    def close(self) -> None:
-        self._listener.close()
+    def serve(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError):
+            self.asked.append(sock.recv(8 * 1024))
+            sock.sendall(self.answer)

@@ -43,6 +43,7 @@ BENCHES: Final = (
     "sensors",
     "fedsq",
     "dash",
+    "coordinator",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
@@ -156,6 +157,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
         *(without_torch(version) for version in PYTHONS),
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),
+        with_a_store(),
     ]
 
 
@@ -201,6 +203,18 @@ def with_onnxruntime(version: str, find: Callable[[str], str | None] | None = No
         PYTHONS[0],
         (f"onnxruntime=={version}",),
         (("-m", "pytest", *GRAPHS),),
+    )
+
+
+def with_a_store(find: Callable[[str], str | None] | None = None) -> Stage:
+    """Blobs by a server that speaks S3, which the other tests do without: its package takes 147 MB."""
+    return _apart(
+        "s3",
+        "models and updates by an S3-compatible store",
+        (find or interpreter)(PYTHONS[0]),
+        PYTHONS[0],
+        ("moto[server]",),
+        (("-m", "pytest", "tests/coordinator/test_object_store.py"),),
     )
 
 

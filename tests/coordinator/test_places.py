@@ -251,7 +251,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
     (board.depot.folder / ref.sha256).write_bytes(other)
     digests = "".join(hashlib.sha256(other[at : at + CHUNK]).hexdigest() for at in (0, CHUNK))
     manifest = wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=CHUNK, digests=digests)
-    monkeypatch.setattr(board.transfers, "_manifest", lambda *given: manifest)
+    monkeypatch.setattr(board.transfers._sender, "_manifest", lambda *given: manifest)
     pair.coordinator.transfers.want("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
     assert "other content" in str(pair.coordinator.errors["a", ref.sha256])

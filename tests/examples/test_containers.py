@@ -23,7 +23,7 @@ from waiting import until
 import command_lines
 from fedquilt import __version__, config
 from fedquilt.tools import demo
-from fedquilt.tools.emulate import guest, host, rehearsed
+from fedquilt.tools.emulate import guest, host, rehearsed, rollouts
 from fedquilt.tools.emulate.container import child_of
 
 ROOT = Path(__file__).parents[2]
@@ -244,15 +244,6 @@ def _board(podman: Podman, site: Path) -> None:
         *("enrol", "board", "/etc/fedquilt/agent.toml", "--wait"),
     )
     podman("podman", "run", "--detach", "--name", "agent", "--restart", "always", *places, "localhost/fedquilt-agent")
-    job = {
-        "name": "boxes",
-        "method": "fedavg",
-        "engine": "numpy",
-        "rounds": 1,
-        "labels": [str(digit) for digit in range(10)],
-        "model": {"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10},
-        "data": {"path": str(demo.HERE / "digits.npz")},
-    }
-    (site / "job.toml").write_text(config.text(job))
+    (site / "job.toml").write_text(config.text(rollouts.job("boxes")))
     subprocess.run([sys.executable, "-m", "fedquilt.cli", "prepare", "job.toml"], cwd=site, check=True)
     subprocess.run(["chmod", "-R", "a+rX", "job.toml", "job.bundle"], cwd=site, check=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -401,6 +402,15 @@ def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path: Path, payload: by
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
         tensors.Floats(tmp_path / "file")
+
+
+def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: Path) -> None:
+    """Its place is further than any file reaches, so that there is nothing to look up; fuzzing found it."""
+    path, far = tmp_path / "file", 1 << 64
+    header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(UpdateError, match="ends within tensor 'w'"):
+        tensors.Floats(path)["w"]
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:

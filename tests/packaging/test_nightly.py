@@ -28,12 +28,17 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
     """A new bench is in by existing."""
     found = {stage.name: stage for stage in nightly.stages()}
     benches = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - {"__init__", "naive"}
-    benches -= {"physics", "governed", "planned"}  # parts of `bench energy` and `bench deadlines`
+    benches -= {
+        "physics",
+        "governed",
+        "planned",
+        "protocol_boards",
+    }  # parts of the benches of energy, deadlines, coordinator
     benches = {name for name in benches if not name.startswith("ablate")}  # parts of `bench stitch`
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
     assert {"simulate", "matrix", "rehearsal", "arm64", "containers"} <= found.keys()
     assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()
-    assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2"} <= found.keys()
+    assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2", "s3"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
     assert not {stage.name: stage for stage in nightly.stages(ROOT)}["bench-sim"].hindrance
 
