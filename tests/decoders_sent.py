@@ -96,7 +96,8 @@ def _wire() -> dict[str, Decoder]:
 def _packets() -> dict[str, Decoder]:
     """Whatever a broker sends: as many packets as there are, each read as one of a message and of its acknowledgement."""
     seeds = tuple(
-        packets.publish(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.acknowledgement(513) for level in (4, 5)
+        packets.publish(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.acknowledgement(513)
+        for level in (4, 5)
     )
 
     def read(payload: bytes, level: int) -> None:

@@ -126,7 +126,7 @@ class Client(paho.Client):
             came = b""
         if not came:
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
-        self._last_bytes_received = time.monotonic()
+        self._last_bytes_received = self._last_msg_in = time.monotonic()  # for keep-alive: paho 2.2's name, and 2.1's
         self._input += came
         taken = 0
         try:
@@ -149,6 +149,7 @@ class Client(paho.Client):
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
             del self._output[:size]
             self._written += size
+            self._last_msg_out = time.monotonic()
         while self._unreliable and self._unreliable[0][0] <= self._written:
             self._settled(self._unreliable.popleft()[1], 0)
         return MQTTErrorCode.MQTT_ERR_SUCCESS
