@@ -94,7 +94,7 @@ def _wire() -> dict[str, Decoder]:
 
 
 def _packets() -> dict[str, Decoder]:
-    """Whatever a broker sends: as many packets as there are, each read as one of a message and of its acknowledgement."""
+    """What a broker sends: each packet is read as a message, and as an acknowledgement of one."""
     seeds = tuple(
         packets.publish(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.acknowledgement(513)
         for level in (4, 5)
