@@ -98,8 +98,12 @@ def _save_runs(store: Store, archive: _Archive, snapshot: Path) -> int:
             left = sorted(_snapshot(store, snapshot) - blobs)
             for number, sha256 in enumerate(left):
                 progress.LINE.part("its blobs", number, len(left))
-                path = store.depot.path(sha256)
-                if path is not None and archive.add(f"blobs/{sha256}", path, sha256):
+                name, payload = f"blobs/{sha256}", store.depot.packed(sha256)
+                path = store.depot.path(sha256) if payload is None else None
+                if payload is not None:  # it has no file, and gets none here
+                    archive.add_bytes(name, payload)
+                    blobs.add(sha256)
+                elif path is not None and archive.add(name, path, sha256):
                     blobs.add(sha256)
                 else:
                     gone.add(sha256)
@@ -180,6 +184,10 @@ class _Archive:
             raise StoreError(f"{path} is damaged: it is not what its name says")
         self._files[name] = (size, digest)
         return True
+
+    def add_bytes(self, name: str, payload: bytes) -> None:
+        """Add a file of these bytes."""
+        self._files[name] = (len(payload), self._copy(name, len(payload), io.BytesIO(payload)))
 
     def finish(self) -> None:
         """Add the manifest and the end."""

@@ -106,7 +106,7 @@ class Depot:
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable) is not None:
                     return path
-            if (payload := self._packed(sha256)) is not None:
+            if (payload := self.packed(sha256)) is not None:
                 self._store(payload, sha256)
         return None if payload is None else path
 
@@ -160,7 +160,12 @@ class Depot:
                     self._set_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
-                return self._packed(sha256)
+                return self.packed(sha256)
+
+    def packed(self, sha256: str) -> bytes | None:
+        """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
+        with self._doing(f"read blob {sha256[:12]}"):
+            return self._pack.load(sha256) if self._pack else copy_of(self._prefix + PACK, self.disk, sha256)
 
     # -- whole blobs --
 
@@ -320,10 +325,6 @@ class Depot:
             self._place(part, ref.sha256)
 
     # -- within --
-
-    def _packed(self, sha256: str) -> bytes | None:
-        """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
-        return self._pack.load(sha256) if self._pack else copy_of(self._prefix + PACK, self.disk, sha256)
 
     def _at(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):

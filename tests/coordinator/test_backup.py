@@ -22,7 +22,7 @@ from waiting import until
 from fedquilt.blobs.store import Depot
 from fedquilt.cli import main
 from fedquilt.coordinator import backup, limits
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, StoreError
 
@@ -112,6 +112,18 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
         federation.run()
         assert federation.states() == states
     assert len(rounds) > 1, "every backup is of the same round"
+
+
+def test_a_backup_writes_nothing_into_the_home(tmp_path: Path) -> None:
+    """Small blobs that share a file get none of their own: the disk of the home may be full, or another user's."""
+    federation = Federation(tmp_path / "run", "fedavg").make()
+    federation.run(lambda fact: isinstance(fact, Closed) and fact.round == 1)
+    home = federation.folder / "coordinator"
+    before = contents(home / "blobs")
+    with tarfile.open(saved(home, tmp_path / "backup.tar")) as archive:
+        held = {name.removeprefix("blobs/") for name in archive.getnames() if name.startswith("blobs/")}
+    assert len(held - before.keys()) == 3, "the updates lie in the shared file"
+    assert contents(home / "blobs") == before
 
 
 def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path, tmp_path: Path) -> None:
