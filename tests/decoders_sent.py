@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import socket
 import struct
@@ -39,7 +40,7 @@ from fedquilt.edge_agent.task import process, protocol
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
 from fedquilt.tools import demo
-from fedquilt.transport import envelope, sealed
+from fedquilt.transport import envelope, packets, sealed
 from fedquilt.transport.handshake import Grant, Identity, Session
 from fedquilt.transport.link import Message
 
@@ -52,6 +53,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     """
     return {
         **_wire(),
+        **_packets(),
         **_sealed(folder / "site"),
         **_manifests(),
         **_tensors(folder / "tensors"),
@@ -89,6 +91,32 @@ def _wire() -> dict[str, Decoder]:
             (msgspec.json.encode(one),),
         )
     return found
+
+
+def _packets() -> dict[str, Decoder]:
+    """What a broker sends: each packet is read as a message, and as an acknowledgement of one."""
+    seeds = tuple(
+        packets.publish(level, 7, "fleet/a", b"payload" * 20, 1, False) + packets.acknowledgement(513)
+        for level in (4, 5)
+    )
+
+    def read(payload: bytes, level: int) -> None:
+        data, at = bytearray(payload), 0
+        while (found := packets.first(data, at)) is not None:
+            head, begin, at = found
+            for decode in (lambda body: packets.published(level, head, body), packets.acknowledged):  # noqa: B023
+                with contextlib.suppress(packets.MalformedPacketError):
+                    decode(data[begin:at])
+
+    return {
+        f"packets of MQTT {name}": Decoder(
+            "fedquilt/transport/packets.py",
+            lambda payload, level=level: read(payload, level),  # type: ignore[misc]
+            (packets.MalformedPacketError,),
+            seeds,
+        )
+        for level, name in ((4, "3.1.1"), (5, "5"))
+    }
 
 
 def _sealed(folder: Path) -> dict[str, Decoder]:

@@ -1,6 +1,6 @@
 """Blobs by HTTP(S), as a client: fetched in ranges of bytes, and put. Everything here blocks; it runs in threads.
 
-Addresses and tokens are secrets: what is said of a place is its host.
+Addresses and tokens are secrets: what is said of a place is its host, and nothing that it has written.
 """
 
 from __future__ import annotations
@@ -341,8 +341,13 @@ def _persist(source: Source, attempt: Callable[[Source], None], gained: Callable
             misses = 0 if gained(source) >= before + PROGRESS_BYTES else misses + 1
             broke = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
             if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
-                raise CarrierError(f"{source.origin} cannot be used ({why(error)})", later=True) from None
-            log.debug("%s broke off (%s): it is gone on with", source.origin, why(error))
+                raise CarrierError(f"{source.origin} cannot be used ({_why(error)})", later=True) from None
+            log.debug("%s broke off (%s): it is gone on with", source.origin, _why(error))
+
+
+def _why(error: Exception) -> str:
+    """Why a place does not do, in words of this side: what it sent may hold line ends and a terminal's commands."""
+    return why(error) if isinstance(error, OSError) else "what it answers is not HTTP"
 
 
 def _target(source: Source) -> str:
@@ -358,5 +363,5 @@ def _authorize(connection: http.client.HTTPConnection, source: Source) -> None:
 def _require(source: Source, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
     if answer.status not in statuses:
         busy = answer.status in _BUSY
-        said = f"{source.origin} refuses ({answer.status} {answer.reason[:80]})"
+        said = f"{source.origin} refuses ({answer.status} {http.client.responses.get(answer.status, '')})"
         raise CarrierError(said, later=busy)

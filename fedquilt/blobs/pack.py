@@ -120,24 +120,28 @@ class Pack:
 
     def _scan(self) -> None:
         """Find the blobs of an earlier process."""
-        for digest, place, payload in slots(self._file):
-            if hashlib.sha256(payload).hexdigest() == digest and digest not in self._at:
-                self._at[digest] = (place, len(payload))
+        for digest, place, size in slots(self._file):
+            if digest not in self._at and _is(digest, self._file.read(place, size)):
+                self._at[digest] = (place, size)
             else:
-                self.release(place, len(payload))
-            self._end = place + len(payload)
+                self.release(place, size)
+            self._end = place + size
 
 
-def slots(file: OpenFile) -> Iterator[tuple[str, int, bytes]]:
-    """Digest, place and content of each slot as it is in the file; one that was being written last is left out."""
+def slots(file: OpenFile) -> Iterator[tuple[str, int, int]]:
+    """Digest, place and size of each slot as it is in the file; one that was being written last is left out."""
     at, whole = 0, file.size()
     while len(head := file.read(at, _HEAD.size)) == _HEAD.size:
         digest, size = _HEAD.unpack(head)
         place = at + _HEAD.size
         if place + size > whole:
             return  # the next one overwrites it
-        yield digest.hex(), place, file.read(place, size)
+        yield digest.hex(), place, size
         at = place + size
+
+
+def _is(sha256: str, payload: bytes) -> bool:
+    return hashlib.sha256(payload).hexdigest() == sha256
 
 
 def copy_of(path: str, disk: Disk, sha256: str) -> bytes | None:
@@ -146,7 +150,7 @@ def copy_of(path: str, disk: Disk, sha256: str) -> bytes | None:
         return None
     file = disk.open(path)
     try:
-        found = (payload for digest, _, payload in slots(file) if digest == sha256)
-        return next((each for each in found if hashlib.sha256(each).hexdigest() == sha256), None)
+        found = (file.read(place, size) for digest, place, size in slots(file) if digest == sha256)
+        return next((each for each in found if _is(sha256, each)), None)
     finally:
         file.close()

@@ -29,7 +29,7 @@ from fedquilt.transport import mqtt_errors
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.connect import ANSWER_S, Retry, Waiting, dial, read_ahead
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt_client import KIB, Client, payload_limit, reason_of
+from fedquilt.transport.mqtt_client import KIB, Client, packet_limit, payload_limit, reason_of
 from fedquilt.transport.send_queue import BREAKS, Sending, SendQueue
 from fedquilt.transport.subscriptions import Subscriptions
 
@@ -249,7 +249,8 @@ class MqttLink:
             password = self.broker.password()
         except FedquiltError as error:
             return self._lose(error)
-        client = self._client = Client(sock, self.level, self.client_id, self._on_message, self._on_publish)
+        most = packet_limit(self.broker.max_payload)
+        client = self._client = Client(sock, self.level, self.client_id, self._on_message, self._on_publish, most)
         client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
         client.on_subscribe, client.on_log = self._on_subscribe, self._on_log
         self._farewell, self._said = None, ""

@@ -45,6 +45,11 @@ def payload_limit(level: int, announced: int | None, override: int | None) -> in
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
 
 
+def packet_limit(override: int | None) -> int:
+    """Bytes of the largest packet that this side takes: MQTT 5 announces it, and nothing larger is waited for."""
+    return max(override or 0, UNANNOUNCED_5) + HEADER
+
+
 def reason_of(code: int) -> str:
     """Name of the reason for which a broker has not taken a message."""
     try:
@@ -62,6 +67,7 @@ class Client(paho.Client):
         client_id: name of this client at the broker.
         heard: called with each message.
         settled: called with the id of each message that is acknowledged (QoS 1) or written (QoS 0), and a reason code.
+        most: bytes of the largest packet that the broker may send.
     """
 
     def __init__(
@@ -71,8 +77,9 @@ class Client(paho.Client):
         client_id: str,
         heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
         settled: Callable[[int, int], None] = lambda mid, code: None,
+        most: int = packets.LONGEST,
     ) -> None:
-        self._given, self._level = sock, level
+        self._given, self._level, self._most = sock, level, most
         self._heard, self._settled = heard, settled
         self._input, self._output = bytearray(), bytearray()
         self._queued = self._written = 0  # bytes so far, of all packets
@@ -103,7 +110,11 @@ class Client(paho.Client):
         return bool(self._output)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Read what is there, AT_ONCE at the most, and handle the packets that are complete."""
+        """Read what is there, AT_ONCE at the most, and handle the packets that are complete.
+
+        Raises:
+            MalformedPacketError: it is no packet, or one that is larger than the broker may send.
+        """
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
@@ -115,15 +126,13 @@ class Client(paho.Client):
             came = b""
         if not came:
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
-        self._last_bytes_received = time.monotonic()
+        self._last_bytes_received = self._last_msg_in = time.monotonic()  # for keep-alive: paho 2.2's name, and 2.1's
         self._input += came
         taken = 0
         try:
-            while self._sock is not None and (found := packets.first(self._input, taken)) is not None:
+            while self._sock is not None and (found := packets.first(self._input, taken, self._most)) is not None:
                 head, begin, taken = found
                 self._take(head, self._input[begin:taken])
-        except packets.MalformedPacketError:
-            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
         finally:
             del self._input[:taken]
         return MQTTErrorCode.MQTT_ERR_SUCCESS
@@ -140,6 +149,7 @@ class Client(paho.Client):
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
             del self._output[:size]
             self._written += size
+            self._last_msg_out = time.monotonic()
         while self._unreliable and self._unreliable[0][0] <= self._written:
             self._settled(self._unreliable.popleft()[1], 0)
         return MQTTErrorCode.MQTT_ERR_SUCCESS
@@ -180,7 +190,7 @@ class Client(paho.Client):
         if self.protocol == MQTTProtocolVersion.MQTTv5:
             properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
             properties.SessionExpiryInterval = broker.session_expiry_s
-            properties.MaximumPacketSize = max(broker.max_payload or 0, UNANNOUNCED_5) + HEADER
+            properties.MaximumPacketSize = self._most
         self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
         self.reconnect()
 

@@ -7,6 +7,7 @@ from typing import Final
 
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
+LONGEST: Final = 2**28 - 1  # bytes of a packet's body, by its four bytes of length
 _SHORT: Final = struct.Struct("!H")
 
 
@@ -14,11 +15,11 @@ class MalformedPacketError(Exception):
     """Raised for bytes that are no packet."""
 
 
-def first(data: bytearray, at: int) -> tuple[int, int, int] | None:
+def first(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int] | None:
     """First packet from `at` on: its first byte, where its body begins, and where it ends; None: it is not whole yet.
 
     Raises:
-        MalformedPacketError: its length is longer than four bytes.
+        MalformedPacketError: its length is longer than four bytes, or its body than `most` bytes.
     """
     size, begin = 0, at + 1
     while True:
@@ -31,6 +32,8 @@ def first(data: bytearray, at: int) -> tuple[int, int, int] | None:
             break
         if begin > at + 4:
             raise MalformedPacketError("the length of a packet takes more than four bytes")
+    if size > most:
+        raise MalformedPacketError(f"a packet of {size} bytes, where {most} are the most")
     return (data[at], begin, begin + size) if begin + size <= len(data) else None
 
 

@@ -214,6 +214,8 @@ def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytes
         "403 Forbidden\r\nContent-Length: {size}",
         "302 Found\r\nLocation: http://127.0.0.1/\r\nContent-Length: {size}",
         "nonsense",
+        "\x1b[2Jnonsense",
+        "403 \x1b[2JForbidden\r\nContent-Length: {size}",
     ],
 )
 def test_an_answer_that_is_not_the_range_is_not_written(
@@ -236,6 +238,7 @@ def test_an_answer_that_is_not_the_range_is_not_written(
     assert pair.broker.chunks == 4
     assert f"http://127.0.0.1:{server.port}" in caplog.text
     assert "secret" not in caplog.text
+    assert "\x1b" not in caplog.text  # what a server writes is not for a terminal
     server.close()
 
 

@@ -228,6 +228,7 @@ def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage: Stage) -> Non
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is it an MQTT port"),
         (b"\x20\x03\x00\x00\x00" + b"\x32\x02\xff\xff", "closed the connection"),  # a topic longer than its packet
         (b"\x20\x03\x00\x00\x00" + b"\x30\xff\xff\xff\xff\xff", "closed the connection"),  # a length of five bytes
+        (b"\x20\x03\x00\x00\x00" + b"\x30\xff\xff\xff\x7f", "a packet of 268435455 bytes"),  # it is not waited for
         (b"\x20\x02\x00", "is it an MQTT port"),
     ],
 )
