@@ -33,7 +33,7 @@ from fedquilt.tools.report.found import gather
 from fedquilt.tools.simulation import Member, agents
 
 HERE = Path(__file__).parent
-COMPARING = "comparing with the donors, each board alone and FedAvg from scratch"
+COMPARING = "comparing"
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 
 
