@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
+from unittest.mock import Mock
 
 import msgspec
 import plain
@@ -16,24 +18,29 @@ TASK = plain.task(engine="torch", deadline_s=0.0)
 
 
 class Recorded(Pool):
-    """A pool without processes: notes how many orders go to a worker at once, and answers as the test says."""
+    """A pool whose only worker is played: notes how many orders go to it at once, and answers as the test says."""
 
     def __init__(self) -> None:
         super().__init__("torch", [], together=True)
+        self._sockets = [Mock(socket.socket)]  # never written to
         self.groups: list[int] = []
-        self.joint: list[bool] = []  # of the answers to come
+        self.joint: Iterator[bool] = iter(())  # of the answers to come
+        self.answer = b""
 
-    def _spread(self, orders: Sequence[bytes]) -> Iterator[bytes]:
-        answers = iter(self.joint)
-        for payload in orders:
-            work = msgspec.msgpack.decode(payload, type=pool.Work)
-            assert work.together
-            self.groups.append(len(work.orders))
-            yield msgspec.msgpack.encode([Done(Outcome(reason=each.device), next(answers)) for each in work.orders])
+    def _send(self, to: socket.socket, payload: bytes) -> None:
+        work = msgspec.msgpack.decode(payload, type=pool.Work)
+        assert work.together
+        self.groups.append(len(work.orders))
+        done = [Done(Outcome(reason=each.device), next(self.joint)) for each in work.orders]
+        self.answer = msgspec.msgpack.encode(done)
+
+    def _collect(self, *, block: bool) -> None:
+        for worker in list(self._given):
+            self._given.pop(worker).answer = self.answer
 
     def call(self, joint: Sequence[bool]) -> list[int]:
         """The groups of one call; each order's answer is its own."""
-        self.groups, self.joint = [], list(joint)
+        self.groups, self.joint = [], iter(joint)
         orders = [Order(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
         assert [(order, outcome.reason) for order, outcome in self.carry_out(orders)] == [
             (order, order.device) for order in orders
