@@ -93,6 +93,14 @@ class Lost(Fact, frozen=True):
     reason: str
 
 
+class Folded(Fact, frozen=True):
+    """The sum of these devices' updates is stored: their blobs are needed no more, and a restart goes on from it."""
+
+    round: int
+    devices: tuple[str, ...]
+    sum: BlobRef
+
+
 class Closed(Fact, frozen=True):
     """The round accepts no more updates."""
 
@@ -147,7 +155,7 @@ class Noted(Fact, frozen=True):
     said: str
 
 
-_OfRound = Surveyed | Asked | Declined | Answered | Rejected | Lost | Closed | Extended | Reopened | Committed
+_OfRound = Surveyed | Asked | Declined | Answered | Rejected | Lost | Folded | Closed | Extended | Reopened | Committed
 AnyFact = Noted | Started | _OfRound | Ended | Resumed
 
 # -- state ----------------------------------------------------------------------------------------
@@ -185,6 +193,7 @@ class Rounds(msgspec.Struct, frozen=True):
     due: frozenset[str] = frozenset()  # who took part when devices were last asked in this attempt, asked or not
     silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
+    folded: Folded | None = None  # the stored sum of some of these, whose updates are nowhere else
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
     work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
     epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
@@ -295,19 +304,17 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             asked = state.asked - {fact.device}
             return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
         case Answered():
-            device = fact.update.device
+            device, took = fact.update.device, state.took
             if device in state.refused:
-                refused = {name: kept for name, kept in state.refused.items() if name != device}
-                state = replace(state, refused=refused)
-            return replace(
-                state,
-                asked=state.asked - {device},
-                answered={**state.answered, device: fact.update},
-                spent=state.spent.plus(fact.update.usage),
-                took=state.took if state.plan.cohort.deadline == "fixed" else _timed(state, fact),
-            )
+                state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
+            if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
+                took = deadline.timed(took, fact.update, state.work, fact.took_s, fact.expected_s)
+            answered, spent = {**state.answered, device: fact.update}, state.spent.plus(fact.update.usage)
+            return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case Lost():
             return _lost(state, fact, now_s)
+        case Folded():
+            return replace(state, folded=fact)
         case Closed():
             return replace(state, phase="closing", asked=frozenset(), due=frozenset())
         case Extended():
@@ -343,12 +350,9 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
     asked_s = {**state.asked_s, device: now_s}
     if state.phase == "closing":
         state = replace(state, phase="open", opened_s=now_s, extended=False)
-    return replace(state, answered=answered, asked=state.asked | {device}, asked_s=asked_s, lost=state.lost | {device})
-
-
-def _timed(state: Rounds, fact: Answered) -> deadline.Known:
-    """What tasks took so far, this device's among it: later deadlines are predicted from that."""
-    return deadline.timed(state.took, fact.update, state.work, fact.took_s, fact.expected_s)
+    folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
+    asked, lost = state.asked | {device}, state.lost | {device}
+    return replace(state, answered=answered, folded=folded, asked=asked, asked_s=asked_s, lost=lost)
 
 
 def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
@@ -376,6 +380,7 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
         epochs={},
         silent=(),
         answered={},
+        folded=None,
         declined={},
         idle=frozenset(),
         lost=frozenset(),

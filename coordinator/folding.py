@@ -1,7 +1,8 @@
-"""Incremental fold of a round's updates: each is folded once, as far as they arrive in sorted order of devices.
+"""Sum of a running round: which updates are in it, and in what order they may come.
 
-The round is committed in that order, whatever the order of arrival. The running sum covers the updates that came in
-order; where one is missing in between, or differs from the expected one, the commit folds them all anew.
+Updates are folded in sorted order of devices, whatever the order of arrival, unless the method's sums are exact: these
+take them in any order. The running sum covers the updates that came in order; where one is missing in between, or
+differs from the one that was folded, all are folded anew.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedquilt.coordinator.facts import Rounds
 from fedquilt.core import BlobRef, Update
 
 Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles: the inputs of a fold
 
 
 class Folding:
-    """Running sum of one round."""
+    """Running sum of one round.
 
-    def __init__(self) -> None:
-        self._told: dict[str, Told] = {}  # by device, in sorted order
+    Args:
+        exact: the order of updates does not matter.
+    """
+
+    def __init__(self, exact: bool = False) -> None:
+        self._exact = exact
+        self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
         self._last = ""
         self.total: Any = None  # sum of those; None: of nobody
 
@@ -26,8 +33,8 @@ class Folding:
         return len(self._told)
 
     def follows(self, device: str) -> bool:
-        """Whether a device sorts after all those folded."""
-        return device > self._last
+        """Whether a device may be folded after those that are."""
+        return device not in self._told if self._exact else device > self._last
 
     def take(self, device: str, told: Told, total: Any) -> None:
         """Store the sum including the update of a device that `follows`."""
@@ -38,17 +45,35 @@ class Folding:
         return self._told.get(update.device) == told(update)
 
     def of(self, updates: Mapping[str, Update]) -> tuple[Any, list[str]]:
-        """Sum of the first updates in sorted order of devices, and the devices that are left to fold."""
+        """Sum of some of these updates, and the devices that are left to fold, in sorted order.
+
+        The sum is None, and all are left, where it holds anything else, or not the first of them.
+        """
         devices = sorted(updates)
-        first = devices[: len(self)]
-        if first == list(self._told) and all(self.holds(updates[device]) for device in first):
-            return self.total, devices[len(self) :]
+        folded = self._told.keys() if self._exact else devices[: len(self)]
+        if folded == (self._told.keys() & updates.keys() if self._exact else list(self._told)) and all(
+            self.holds(updates[device]) for device in folded
+        ):
+            return self.total, [device for device in devices if device not in self._told]
         return None, devices
+
+
+def ready(rounds: Rounds, exact: bool) -> dict[str, Update]:
+    """Updates that the running round's sum may hold already, by device."""
+    if exact or rounds.phase == "closing":
+        return dict(rounds.answered)
+    first = min(rounds.asked, default="")  # whoever is asked next may sort before anybody, if nobody is
+    return {device: update for device, update in rounds.answered.items() if device < first}
 
 
 def told(update: Update) -> Told:
     """Weight, metrics and bundles of an update."""
     return update.weight, update.metrics, update.bundles
+
+
+def size_of(update: Update) -> int:
+    """Bytes of an update's blobs."""
+    return sum(ref.size for ref in update.bundles.values())
 
 
 def blobs(updates: Iterable[Update]) -> set[str]:

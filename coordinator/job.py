@@ -6,24 +6,21 @@ Every change goes through `record`: the fact is written, then applied. The metho
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
-import msgspec
-
-from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, manifest, mending, plausible, stop, tasks
+from fedquilt import bundle, tensor_files, tensors, tiers
+from fedquilt.coordinator import manifest, mending, plausible, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
-from fedquilt.coordinator.folding import Folding, blobs
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Folded, Plan, Rounds, Started, apply
+from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.summing import Summing
 from fedquilt.core import (
     Action,
     BlobRef,
@@ -42,11 +39,18 @@ from fedquilt.core import (
     Work,
     derived,
     expected,
+    is_same_for_all,
 )
 
-READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
-WHOLE_BYTES: Final = 1 << 20  # tensors up to this are encoded as a whole before they are stored
 HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
+
+
+class Done(NamedTuple):
+    """End of a round."""
+
+    fact: Committed
+    state: Any  # as it is stored
+    encoded: dict[int, tuple[Tensors, BlobRef]]  # bundles that all devices are sent next, by their identity
 
 
 class Running:
@@ -67,19 +71,18 @@ class Running:
         self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
         self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
-        self._read: dict[str, tuple[Update, Contribution]] = {}  # by device: the running round's, up to READ_BYTES
-        self._read_bytes = 0
-        self._folding = Folding()  # of the running round
         self._all_able: tuple[object, Work] | None = None  # fleet at the last look, if the task fitted every device
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
         self._held = tasks.held_of(row.job.data)
-        self._alike = tasks.Common(self._held)  # of the running round
-        self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
-        self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
-        self._manifests: manifest.Manifests | None = None  # of the running round: what its updates may hold
+        self._alike: tasks.Common  # of the running round, as are the next five
+        self._common: Mapping[str, Tensors | BlobRef]  # tensors of its own: bundles that all of them have
+        self._seeded: Callable[[object], int] | None  # a device's seed
+        self._manifests: manifest.Manifests | None  # what its updates may hold
+        self._summing: Summing
+        self._update_bytes: int  # of one, as far as the method tells
         self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
         for _, _, fact in store.facts(self.id):
             self._note(fact, apply(self.rounds, fact, now_s))
@@ -87,6 +90,7 @@ class Running:
             self._initialise(now_s)
         else:
             self.state = self._load_state(self.rounds.state)
+        self._begin()
 
     def record(self, fact: AnyFact, now_s: float) -> None:
         """Write a fact, then apply it.
@@ -99,9 +103,10 @@ class Running:
         self._note(fact, after)
 
     def pinned(self) -> set[str]:
-        """Blobs that must outlive the running round."""
+        """Blobs that must outlive what follows from the next fact: the bundle, the state and a stored sum."""
         kept = {ref.sha256 for ref in self.bundle.files.values()}
-        return kept | ({self.rounds.state.sha256} if self.rounds.state else set())
+        kept |= {self.rounds.state.sha256} if self.rounds.state else set()
+        return kept | ({self.rounds.folded.sum.sha256} if self.rounds.folded else set())
 
     def task(
         self,
@@ -202,25 +207,59 @@ class Running:
             self._manifests = manifest.Manifests(known, self.job.wire, self.job.max_update_mb)
         return self._manifests.unfit(update)
 
-    def examined(self, device: str, update: Update, profile: Profile | None, now_s: float) -> Examined:
-        """What is kept of an update whose blobs are here, or why it may not be folded.
+    def large(self, most_bytes: float) -> bool:
+        """Whether the running round's updates or states are of more bytes than that, or a sum of it is stored."""
+        state_bytes = self.rounds.state.size if self.rounds.state else 0
+        return max(state_bytes, self._update_bytes) >= most_bytes or self.rounds.folded is not None
 
-        Raises:
+    def examining(
+        self, device: str, update: Update, profile: Profile | None, now_s: float, *, large: bool
+    ) -> Callable[[], Examined]:
+        """Function that finds what is kept of an update whose blobs are here, or why it may not be folded.
+
+        Args:
+            device: that sent it.
+            update: as it was announced.
+            profile: of the device; None: not known.
+            now_s: seconds of the coordinator's clock.
+            large: the function is for a worker, in which it uses nothing that the loop changes.
+
+        Raises, from the function:
             StoreError: the store cannot be read or written.
         """
-        ask, odd = self.ask(device, profile), ""
+        ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
         limit_s = plausible.time_s(waited_s, self.job.cohort.deadline_s, self.rounds.attempt + 1)
-        try:
-            believed, odd = plausible.bounded(update, ask, limit_s)
-            if "work" in self.rounds.actions:
-                plausible.require_weight(update, ask, limit_s)
-            taken, reason = self.taken(believed, profile), ""
-        except StoreError:
-            raise
-        except Exception as error:  # whatever a device sends, it is the device's update that is refused
-            taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
-        return Examined(device, update, taken, reason, ask, odd)
+        work, take = "work" in self.rounds.actions, self._taking(update, profile, large)
+
+        def examined() -> Examined:
+            odd = ""
+            try:
+                believed, odd = plausible.bounded(update, ask, limit_s)
+                if work:
+                    plausible.require_weight(update, ask, limit_s)
+                taken, reason = take(believed), ""
+            except StoreError:
+                raise
+            except Exception as error:  # whatever a device sends, it is the device's update that is refused
+                plain = isinstance(error, UpdateError)
+                taken, reason = None, str(error) if plain else f"{type(error).__name__}: {error}"
+            return Examined(device, update, taken, reason, ask, odd)
+
+        return examined
+
+    def _taking(self, update: Update, profile: Profile | None, large: bool) -> Callable[[Update], Update]:
+        """Function that returns an update, or what is believed of it, as it is stored: see `Summing`."""
+        rounds, summing, work = self.rounds, self._summing, "work" in self.rounds.actions
+        base = self._base(update, profile)
+
+        def take(believed: Update) -> Update:
+            summing.require(believed, work=work)
+            if not work:
+                return believed
+            return summing.examined(believed, base) if large else summing.taken(believed, rounds, base)
+
+        return take
 
     def taken(self, update: Update, profile: Profile | None) -> Update:
         """The update as it is stored: with a codec, its tensors are decoded here and nowhere else.
@@ -228,133 +267,97 @@ class Running:
         Raises:
             UpdateError: it cannot be folded into the running round, or is no output of the codec.
         """
-        odd = sorted(name for name, value in update.metrics.items() if not math.isfinite(value))
-        if odd:
-            raise UpdateError(f"metric {odd[0]!r} is not a finite number")
-        if update.metrics.get("check.examples", 0.0) < 0:
-            raise UpdateError("metric 'check.examples' is negative")
-        if "work" not in self.rounds.actions:
-            return update
-        with checks.named(update.device):
-            checks.require_weight(update, self.job.cohort.max_examples)
-            if self.job.wire.codec == "raw" and self._folding.holds(update):
-                return update
-            given = mending.contribution(self._store.depot, update)
-            plain = compression.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
-            given = replace(given, bundles=plain)
-            next_one = self._in_order(update.device)
-            total = self._half.fold(self.state, self._folding.total if next_one else None, given)
-        if self.job.wire.codec != "raw":
-            refs = {name: self._stowed(bundle) for name, bundle in plain.items()}
-            update = msgspec.structs.replace(update, bundles=refs, bases={})
-        if not next_one:
-            return self._kept(update, given)
-        self._folding.take(update.device, folding.told(update), total)
-        return update
+        return self._taking(update, profile, large=False)(update)
 
     def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef]) -> None:
-        """Read and fold an expected update early, while other devices are still at work.
+        """Read and fold an expected update early, while other devices are still at work: see `Summing.foresee`."""
+        self._summing.foresee(given, bundles, self.rounds)
 
-        It counts only once it is offered, with the same content. Errors in it are raised then.
-        """
-        if (
-            given.round != self.rounds.round
-            or given.device not in self.rounds.asked
-            or self.job.wire.codec != "raw"
-            or "work" not in self.rounds.actions
-            or not self._folding.follows(given.device)
-        ):
-            return
-        with contextlib.suppress(Exception):
-            for bundle in given.bundles.values():
-                tensors.require_finite(bundle)
-            total = self._half.fold(self.state, self._folding.total, given)
-            self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
-
-    def _stowed(self, bundle: Tensors) -> BlobRef:
-        if tensors.total_bytes([bundle]) <= WHOLE_BYTES:
-            return self._store.depot.stow(tensors.encode(bundle))
-        return self._store.depot.put_by(lambda path: tensors.write(path, bundle))
-
-    def _in_order(self, device: str) -> bool:
-        """Whether all devices asked that sort before this one have answered and are folded."""
-        return (
-            len(self._folding) == len(self.rounds.answered)
-            and self._folding.follows(device)
-            and device == min(self.rounds.asked, default="")
-        )
-
-    def _kept(self, update: Update, given: Contribution) -> Update:
-        """Keep the tensors read for the commit, as long as there is room."""
-        size = sum(ref.size for ref in update.bundles.values())
-        if self._read_bytes + size <= READ_BYTES:
-            self._read_bytes += size
-            self._read[update.device] = (update, given)
-        return update
-
-    def _base(self, update: Update, name: str, profile: Profile | None) -> Tensors | None:
-        """Tensors that a bundle's differences start from, as the update names them; None: it holds no differences.
-
-        Raises:
-            UpdateError: it names a blob that the running round has not sent.
-        """
-        sha256 = update.bases.get(name)
-        if sha256 is None:
-            return None
-        order = self._order(update.device, profile)
+    def _base(self, update: Update, profile: Profile | None) -> summing.Base:
+        """Function that finds the tensors that an update's differences start from: blobs that this round has sent."""
+        order = self._order(update.device, profile) if update.bases else None
         asked = {self._blob(value).sha256 for value in order.bundles.values()} if order else set()  # after a restart
-        path = self._store.depot.path(sha256) if sha256 in asked | self._sent else None
-        if path is None:
-            raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-        return tensors.Floats(path, self._store.depot.disk)  # one tensor at a time, as it is decoded
+        sent, depot = asked | self._sent if update.bases else set(), self._store.depot
+
+        def base(name: str) -> Tensors | None:
+            sha256 = update.bases.get(name)
+            if sha256 is None:
+                return None
+            path = depot.path(sha256) if sha256 in sent else None
+            if path is None:
+                raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+            return tensor_files.Floats(path, depot.disk)  # one tensor at a time, as it is decoded
+
+        return base
+
+    def waits_to_fold(self) -> bool:
+        """Whether updates that count could be folded now."""
+        return self.rounds.phase == "open" and self._summing.waits(self.rounds)
+
+    def folding(self) -> Callable[[], Folded | None]:
+        """Function for a worker that folds them; it returns the fact that the sum is stored, if it has stored it."""
+        return partial(self._summing.carry_on, self.rounds)
 
     def commit(self, now_s: float) -> Committed:
-        """Fold the round's updates in sorted order of devices and store the result.
+        """Fold the round's updates and store the state that follows; errors as of `Summing.closed`."""
+        return self.committing(now_s)().fact
 
-        Raises:
-            LostUpdateError: one of them can no longer be read.
-        """
-        answered = self.rounds.answered
-        state = self.state
-        if "work" in self.rounds.actions:
-            total, left = self._folding.of(answered)
-            for device in left:
-                known, given = self._read.get(device, (None, None))
-                if given is None or known != answered[device]:
-                    given = mending.contribution(self._store.depot, answered[device])
-                total = self._half.fold(state, total, given)
-            state = self._half.step(state, total)
-            checks.require_state(state, tuple(sorted(answered)))
-        spent, finished = self.rounds.spent, self.method.done(state)
-        caveat = stop.caveat(self.job.stop, spent) if spent.metered or not self.rounds.round else None
-        short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, self.rounds.round)
+    def committing(self, now_s: float) -> Callable[[], Done]:
+        """Function that does so, in the loop or in a worker; nothing is folded meanwhile."""
+        return partial(self._commit, self.rounds, now_s)
+
+    def _commit(self, rounds: Rounds, now_s: float) -> Done:
+        state = self._summing.closed(rounds) if "work" in rounds.actions else self.state
+        spent, finished, answered = rounds.spent, self.method.done(state), rounds.answered
+        caveat = stop.caveat(self.job.stop, spent) if spent.metered or not rounds.round else None
+        short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, rounds.round)
         metrics = average(answered.values())
-        return Committed(
-            round=self.rounds.round,
-            state=self._store.depot.put(tensors.pack(state)),
+        fact = Committed(
+            round=rounds.round,
+            state=summing.stored(self._store.depot, *tensors.parts(state)),
             finished=finished,
             metrics=metrics,
             notes=(*self.method.explain(state), *filter(None, (caveat, short)), *missing(answered.values(), metrics)),
-            took_s=now_s - self.rounds.began_s,
-            settled=self.rounds.settling,
+            took_s=now_s - rounds.began_s,
+            settled=rounds.settling,
         )
+        del state  # what is stored is loaded instead
+        return self._loaded(fact)
+
+    def _loaded(self, fact: Committed) -> Done:
+        """The fact with the stored state, and with what devices are sent of it where that is known."""
+        state = self._load_state(fact.state)
+        if not is_same_for_all(self.method.send) or fact.state.size <= mending.WHOLE_BYTES:
+            return Done(fact, state, {})
+        order = self.method.send(state, DeviceView("", None))
+        made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
+        return Done(fact, state, {id(value): (value, summing.stored(self._store.depot, value)) for value in made})
 
     def spent(self, before: Rounds) -> set[str]:
-        """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
-        return blobs(before.answered.values()) | self.sent() | ({before.state.sha256} if before.state else set())
+        """Blobs that only the committed round needed: its updates and sum, what it sent, the state it began with."""
+        refs = [before.state, before.folded.sum if before.folded else None]
+        return blobs(before.answered.values()) | self.sent() | {ref.sha256 for ref in refs if ref is not None}
 
     def sent(self) -> set[str]:
         """Blobs made for the running round's tasks."""
         return set(self._sent)
 
-    def committed(self) -> None:
-        """Load the stored state and drop the round's blobs."""
-        assert self.rounds.state is not None
-        self.state = self._load_state(self.rounds.state)
-        for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
+    def committed(self, done: Done) -> None:
+        """Take up the state that follows from a round, and drop the round's blobs."""
+        self.state = done.state
+        for held in (self._sent, self._asks, self._orders):
             held.clear()
+        self._encoded = done.encoded
+        self._sent.update(ref.sha256 for _, ref in done.encoded.values())
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a round: what is the same for all its devices is not known yet."""
         self._alike = tasks.Common(self._held)
-        self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
+        self._common, self._seeded, self._manifests = {}, None, None
+        self._summing = Summing(self._store.depot, self._half, self.state, self.job)
+        known = expected(self._half.fold, self.state)
+        self._update_bytes = sum(tensors.total_bytes([bundle]) for bundle in known.bundles.values()) if known else 0
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))
@@ -376,7 +379,7 @@ class Running:
     def _initialise(self, now_s: float) -> None:
         state = first_state(self.job, self.bundle, self.method)
         settles = self.method.settle is not None and self.method.settle.wanted(state)
-        self.record(Started(self._store.depot.put(tensors.pack(state)), settles), now_s)
+        self.record(Started(summing.stored(self._store.depot, *tensors.parts(state)), settles), now_s)
         self.state = state
 
     def _load_state(self, ref: BlobRef) -> Any:
@@ -392,7 +395,7 @@ class Running:
             return value
         known = self._encoded.pop(id(value), None)
         if known is None or not self._store.depot.has(known[1]):
-            known = (value, self._store.depot.put(tensors.encode(value)))
+            known = (value, summing.stored(self._store.depot, value))
         self._encoded[id(value)] = known  # as the latest
         self._sent.add(known[1].sha256)
         return known[1]

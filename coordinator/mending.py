@@ -8,15 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
-from fedquilt import tensors
+from fedquilt import tensor_files, tensors
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator.facts import Rounds
+from fedquilt.coordinator.facts import Folded, Rounds
 from fedquilt.core import BlobRef, Contribution, JobError, StoreError, Update
 from fedquilt.disk import doing
 from fedquilt.wire import Claim
+
+WHOLE_BYTES: Final = 1 << 20  # tensors up to this are in memory as bytes when they are read or stored
+
+T = TypeVar("T")
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -27,6 +31,37 @@ class LostUpdateError(JobError):
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(f"{device}'s update: {reason}")
         self.device, self.reason = device, reason
+
+
+def streamed(depot: Depot, update: Update) -> Contribution:
+    """An update whose tensors are read from disk one at a time, each time that one is asked for.
+
+    Raises:
+        LostUpdateError: a blob of it is gone, or damaged.
+        UpdateError: a bundle is no safetensors blob.
+    """
+    bundles = {}
+    for name, ref in update.bundles.items():
+        path = depot.file(ref.sha256)
+        if path is None:
+            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
+        bundles[name] = tensor_files.Stored(path, depot.disk)
+    return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
+
+
+def stored_sum(depot: Depot, folded: Folded, kind: type) -> Any:
+    """Sum of updates that a fact names.
+
+    Raises:
+        LostUpdateError: it is gone, damaged, or of another version of fedquilt: so are the updates that were in it.
+    """
+    try:
+        if (found := _read(depot, folded.sum, kind)) is not None:
+            return found
+    except StoreError as error:
+        log.warning("the stored sum %s cannot be read: %s", folded.sum.sha256[:12], error)
+    told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
+    raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
 
 
 def contribution(depot: Depot, update: Update) -> Contribution:
@@ -59,8 +94,10 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
     Raises:
         JobError: it is lost, or of another version of fedquilt.
     """
-    payload = depot.load(ref.sha256)
-    if payload is None:
+    try:
+        found = _read(depot, ref, kind)
+        if found is not None:
+            return found
         made = rebuild()
         if made is None or depot.put(packed := tensors.pack(made)) != ref:
             raise JobError(
@@ -68,11 +105,22 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
                 "again from its log: put back a copy of the whole home, or run the job anew"
             )
         log.warning("the state of %s (%s) was gone or damaged: it is made again", run, ref.sha256[:12])
-        payload = packed
-    try:
-        return tensors.unpack(payload, kind)
+        return tensors.unpack(packed, kind)
     except StoreError as error:
         raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
+
+
+def _read(depot: Depot, ref: BlobRef, kind: type[T]) -> T | None:
+    """A stored state or sum; None: it is gone, or damaged.
+
+    Raises:
+        StoreError: it cannot be read, or is none of that type.
+    """
+    if ref.size > WHOLE_BYTES:
+        path = depot.file(ref.sha256)
+        return None if path is None else tensor_files.read_state(path, kind, depot.disk)
+    payload = depot.load(ref.sha256)
+    return None if payload is None else tensors.unpack(payload, kind)
 
 
 def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:

@@ -24,6 +24,7 @@ from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
 from fedquilt.coordinator.store import UNDER_WAY, Row, Store
+from fedquilt.coordinator.worker import Here, Worker
 from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
 from fedquilt.logs import about
 
@@ -44,6 +45,7 @@ class Server:
         limits: on how many jobs run at once, and how long ended ones are kept.
         poll_s: interval at which the store is asked for new, stopped and resumed jobs.
         tell: `tell(rollout, fact)` is called with each new fact of a rollout; `only` a job has none carried out.
+        worker: for updates and states that are too large for the loop; None: none is.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Server:
         poll_s: float = POLL_S,
         limits: Limits = Limits(),
         tell: Tell = lambda rollout, fact: None,
+        worker: Worker | None = None,
     ) -> None:
         self.finished = False
-        self._desk = Desk(executor, store, observe)
+        self._desk = Desk(executor, store, observe, worker or Here())
+        self._worker, self._sweeps = self._desk.worker, False
         self.registry = self._desk.registry
         self._executor, self._store, self._only, self._load = executor, store, only, load
         self._limits = limits
@@ -71,8 +75,8 @@ class Server:
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
-        """Those of the executor."""
-        return self._executor.fds()
+        """Those of the executor and of the worker."""
+        return [*self._executor.fds(), *self._worker.fds()]
 
     def jobs(self) -> list[Running]:
         """Jobs at work, in the order in which they were taken up."""
@@ -107,16 +111,19 @@ class Server:
         desk.later = None
         for serving, action in later:
             serving.do(action, now_s)
+        self._worker.finish(now_s)
+        self._sweep()
         rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance(now_s)
         tell_s = self._tell(now_s)
-        if committed:
+        if committed or self._worker.ended:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
         deadline_s = min((serving.next_s() for serving in self._jobs.values()), default=math.inf)
         return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s, rollouts_s, tell_s)
 
     def goodbye(self) -> None:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
+        self._worker.close()
         self._executor.close()
 
     def _tell(self, now_s: float) -> float:
@@ -212,7 +219,7 @@ class Server:
             if row.status == "stopping" and row.id not in self._jobs:
                 self._store.end(row.id, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
-        if now_s >= self._tidy_s:
+        if now_s >= self._tidy_s and self._worker.idle:
             self._tidy_s = now_s + TIDY_S
             self._tidy()
         if self._only is None and (
@@ -270,12 +277,20 @@ class Server:
             since_s = self._first_s.setdefault(row.id, now_s)
             opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
-        if unsound := self._store.unsound():
-            log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
-        elif opened:  # leftovers of a crash
-            self._store.depot.keep(self._store.held() | self._desk.in_use())
+        self._sweeps = self._sweeps or bool(opened)
+        self._sweep()
         for serving in opened:
             serving.begin(now_s)
+
+    def _sweep(self) -> None:
+        """Remove leftovers of a crash, once the worker has nothing in hand that no fact names yet."""
+        if not self._sweeps or not self._worker.idle:
+            return
+        self._sweeps = False
+        if unsound := self._store.unsound():
+            log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
+        else:
+            self._store.depot.keep(self._store.held() | self._desk.in_use())
 
     def _advance(self, now_s: float) -> bool:
         """Make all decisions that are due, one job after the other; True: a round was committed, and some may be left.

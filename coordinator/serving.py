@@ -13,13 +13,15 @@ from collections.abc import Set as AbstractSet
 
 from fedquilt import wire
 from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
+from fedquilt.coordinator.beside import Beside
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.job import Done, Running
 from fedquilt.coordinator.loans import Loans
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Worker
 from fedquilt.core import FedquiltError, JobError, StoreError, Update
 from fedquilt.logs import about
 
@@ -33,10 +35,11 @@ class Desk:
 
     Args:
         observe: `observe(job, fact)` is called with each new fact.
+        worker: for what is too large to be done between two messages.
     """
 
-    def __init__(self, executor: Executor, store: Store, observe: Observe) -> None:
-        self.executor, self.store, self.observe = executor, store, observe
+    def __init__(self, executor: Executor, store: Store, observe: Observe, worker: Worker) -> None:
+        self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
         self.registry, self.loans = Registry(), Loans()
         self.jobs: dict[str, Serving] = {}  # by id, in the order in which they were taken up
         self.news: dict[str, Running] = {}  # jobs with changes that have not been published yet
@@ -99,6 +102,7 @@ class Serving:
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
+        self._summed = Beside(self, desk.worker, desk.executor.tended)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
 
     @property
@@ -248,11 +252,17 @@ class Serving:
             self._discard(begun)
 
     def _examine(self, device: str, update: Update, now_s: float) -> None:
-        """Read an update, and let count what it holds."""
-        examined = self.job.examined(device, update, self._desk.registry.profile_of(device), now_s)
-        if examined.odd:
-            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
-        self.happened(examined, now_s)
+        """Have an update read, and let count what it holds."""
+        self._summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the coordinator has let go of it."""
+        return self._desk.jobs.get(self.id) is not self or self.over
+
+    def spare(self, superfluous: set[str]) -> None:
+        """Drop blobs of updates that are needed no more, unless others on their way have the same content."""
+        self._drop(superfluous - blobs([*self._arriving.values(), *self._begun.values()]) - self.job.sent())
 
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use."""
@@ -278,7 +288,7 @@ class Serving:
         try:
             task = job.task(device, engine, profile, now_s)
         except Exception as error:
-            return self._fail(error, now_s)
+            return self.fail(error, now_s)
         if task is None:
             nothing = "the method has nothing for it now"
             self.record(facts.Declined(job.rounds.round, device, NOTHING, nothing), now_s)
@@ -286,7 +296,7 @@ class Serving:
         try:
             return desk.executor.send(device, task, now_s)
         except FedquiltError as error:
-            return self._fail(error, now_s)
+            return self.fail(error, now_s)
 
     # -- decisions --
 
@@ -299,22 +309,19 @@ class Serving:
             most: number of devices that may be asked now.
         """
         job = self.job
+        self._summed.fold()
+        if job.rounds.phase == "closing":
+            return self._summed.commit(now_s)
         try:
-            if job.rounds.phase == "closing":
-                with self._desk.executor.tended():  # a method may compute for longer than a broker waits for a word
-                    fact: facts.AnyFact | None = job.commit(now_s)
-            else:
-                busy = self._desk.loans.elsewhere(self.id) | left
-                if self._waits(busy, most, now_s):
-                    return False
-                at_work, waits_s = self._at_work(now_s), now_s - self._waits_s
-                fact = choice.decide(job, self._desk.registry, at_work, now_s, busy, most, waits_s)
-                if fact is None and now_s >= self._opened_s + GRACE_S:
-                    self._undecided = self._desk.registry.seen(now_s), most
-        except mending.LostUpdateError as lost:
-            fact = facts.Lost(job.rounds.round, lost.device, lost.reason)
+            busy = self._desk.loans.elsewhere(self.id) | left
+            if self._waits(busy, most, now_s):
+                return False
+            at_work, waits_s = self._at_work(now_s), now_s - self._waits_s
+            fact = choice.decide(job, self._desk.registry, at_work, now_s, busy, most, waits_s)
+            if fact is None and now_s >= self._opened_s + GRACE_S:
+                self._undecided = self._desk.registry.seen(now_s), most
         except Exception as error:
-            self._fail(error, now_s)
+            self.fail(error, now_s)
             return True
         if fact is not None:
             self.record(fact, now_s)
@@ -346,21 +353,21 @@ class Serving:
         asked = set(self.asked - self._desk.loans.elsewhere(self.id))
         return asked if now_s < self._opened_s + GRACE_S else asked.intersection(self._able(now_s))
 
-    def _fail(self, error: Exception, now_s: float) -> None:
+    def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
         if isinstance(error, StoreError | MemoryError):
             raise error
         log.error("%s failed in its method", self.id, exc_info=error, extra=about(run=self.id))
         self.record(facts.failed(error), now_s)
 
-    def record(self, fact: facts.AnyFact, now_s: float) -> None:
-        """Write a fact, then act on it."""
+    def record(self, fact: facts.AnyFact, now_s: float, done: Done | None = None) -> None:
+        """Write a fact, then act on it; `done` is the end of a round whose fact it is."""
         job = self.job
         before = job.rounds
         try:
             job.record(fact, now_s)
         except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
-            return self._fail(error, now_s)
+            return self.fail(error, now_s)
         if not isinstance(fact, facts.Answered) and not self._arriving.keys() <= job.rounds.asked:
             self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
         self._desk.observe(job, fact)
@@ -379,9 +386,9 @@ class Serving:
                 self._renew(fact.device, self._desk.store.epoch, now_s)
             case facts.Closed() | facts.Ended():
                 self._take_back(before.asked | set(before.silent), now_s)
-            case facts.Committed():
+            case facts.Committed() if done is not None:
                 spent = job.spent(before)
-                job.committed()
+                job.committed(done)
                 had_s = self._had_s(now_s)
                 self._rounds_s = (had_s - self._rounds_s[1], had_s)
                 self._drop(spent)

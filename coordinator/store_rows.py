@@ -319,14 +319,25 @@ class Rows:
         return self._db.execute(query, (but,)).fetchall()
 
     def updates(self, but: str) -> list[tuple[str, str]]:
-        """(job, sha256) of the bundles of updates that no state contains yet, of every job but one."""
+        """(job, sha256) of the bundles of updates that no state contains yet, of every job but one.
+
+        Of those that are in a stored sum it is the sum's.
+        """
         query = """
             with last(job, seq) as (
                 select job, max(seq) from sound where job in (select id from jobs where id <> :but)
-                and json_extract(body, '$.state.sha256') is not null group by job)
-            select sound.job, json_extract(bundle.value, '$.sha256')
-            from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
-            where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
+                and json_extract(body, '$.state.sha256') is not null group by job),
+            fresh(job, seq, body) as (
+                select sound.job, sound.seq, sound.body from sound left join last on last.job = sound.job
+                where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)),
+            folded(job, seq, body) as (
+                select job, max(seq), body from fresh where json_extract(body, '$.sum.sha256') is not null group by job)
+            select fresh.job, json_extract(bundle.value, '$.sha256')
+            from fresh left join folded on folded.job = fresh.job, json_each(fresh.body, '$.update.bundles') bundle
+            where fresh.seq > coalesce(folded.seq, 0) or not exists (
+                select 1 from json_each(folded.body, '$.devices') device
+                where device.value = json_extract(fresh.body, '$.update.device'))
+            union all select job, json_extract(body, '$.sum.sha256') from folded
         """
         return self._db.execute(query, {"but": but}).fetchall()
 

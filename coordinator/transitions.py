@@ -26,6 +26,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "Answered": _ARRIVES,
     "Rejected": _ARRIVES,
     "Lost": {**_ARRIVES, "closing": ("open",)},
+    "Folded": {**_STAYS, "closing": ("closing",)},
     "Extended": _STAYS,
     "Reopened": _STAYS,
     "Closed": {"open": ("closing",)},

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 
 from fedquilt import known_fields
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
-from fedquilt.disk import REAL, Disk
 
 T = TypeVar("T")
 HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
@@ -86,7 +85,9 @@ def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensor
 
 def require_like(given: Tensors, wanted: Tensors) -> None:
     """Raise UpdateError unless `given` has the names and shapes of `wanted`, and only finite numbers."""
-    _require_shapes(given, wanted)
+    _require_names(given, wanted)
+    for name, array in given.items():
+        _require_shape(name, array, wanted[name])
     require_finite(given)
 
 
@@ -99,8 +100,9 @@ def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> N
     Raises:
         UpdateError: a name, a shape or a type differs from `wanted`, or a number is out of these bounds.
     """
-    _require_shapes(given, wanted)
+    _require_names(given, wanted)
     for name, array in given.items():
+        _require_shape(name, array, wanted[name])
         if array.dtype != wanted[name].dtype:
             raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {wanted[name].dtype}")
         if array.dtype.kind not in "fiu" or not array.size:
@@ -124,13 +126,15 @@ def _bounds(kind: np.dtype[Any]) -> tuple[float, float]:
     return -most, most
 
 
-def _require_shapes(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> None:
+def _require_names(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> None:
     if given.keys() != wanted.keys():
         odd = sorted(given.keys() ^ wanted.keys())
         raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
-    for name, array in given.items():
-        if array.shape != wanted[name].shape:
-            raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {wanted[name].shape}")
+
+
+def _require_shape(name: str, array: np.ndarray, wanted: np.ndarray | Shaped) -> None:
+    if array.shape != wanted.shape:
+        raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {wanted.shape}")
 
 
 def require_finite(given: Tensors) -> None:
@@ -150,31 +154,20 @@ def rng(*keys: object) -> np.random.Generator:
 
 def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
     """Encode as safetensors; equal input gives equal bytes."""
-    ordered = _ordered(tensors)
-    shapes = tuple((name, array.dtype, array.shape) for name, array in ordered.items())
+    placed = ordered(tensors)
+    shapes = tuple((name, array.dtype, array.shape) for name, array in placed.items())
     known = None if metadata else _heads.get(shapes)
     if known is not None:
         head, names = known
-        return b"".join((head, *(ordered[name].data for name in names)))
-    payload = safetensors.numpy.save(ordered, metadata)
+        return b"".join((head, *(placed[name].data for name in names)))
+    payload = safetensors.numpy.save(placed, metadata)
     if not metadata and all(dtype.isnative and dtype.kind in "fiub" for _, dtype, _ in shapes):
-        _learn(payload, ordered)
+        _learn(payload, placed)
     return payload
 
 
-def write(path: Path, tensors: Tensors) -> None:
-    """Write the bytes of `encode` into a file, with half the memory beside the tensors.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    try:
-        safetensors.numpy.save_file(_ordered(tensors), path)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"cannot write {path}: {error}") from None
-
-
-def _ordered(tensors: Tensors) -> dict[str, np.ndarray]:
+def ordered(tensors: Tensors) -> dict[str, np.ndarray]:
+    """Tensors in the order of their names, as their bytes are stored."""
     return {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}  # keeps shape ()
 
 
@@ -199,6 +192,19 @@ def decode(payload: bytes) -> dict[str, np.ndarray]:
         raise UpdateError(f"not a safetensors blob: {error}") from None
     _learn(payload, found)
     return found
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """Read the tensors in a safetensors file.
+
+    Raises:
+        UpdateError: not safetensors.
+        StoreError: unreadable.
+    """
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
 
 
 class _Layout(NamedTuple):
@@ -240,70 +246,16 @@ def _learn(payload: bytes, found: Tensors) -> None:
     _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors in a safetensors file; errors as of `Floats`."""
-    try:
-        return decode(path.read_bytes())
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from None
-
-
-class Floats(Mapping[str, np.ndarray]):
-    """Float32 tensors of a safetensors file, read on demand: one at a time is in memory.
-
-    Raises:
-        UpdateError: not safetensors.
-        StoreError: unreadable.
-    """
-
-    def __init__(self, path: Path, disk: Disk = REAL) -> None:
-        self._path, self._disk = path, disk
-        try:
-            (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
-            if size > HEADER_MOST:
-                raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
-            table = json.loads(disk.read(path, 8, size))
-            self._places = {
-                str(name): (8 + size + int(entry["data_offsets"][0]), tuple(map(int, entry["shape"])))
-                for name, entry in sorted(table.items())
-                if name != "__metadata__" and entry["dtype"] == "F32"
-            }
-            if any(min((offset, *shape)) < 0 for offset, shape in self._places.values()):
-                raise ValueError("a place or a shape below 0")
-        except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as e:
-            raise UpdateError(f"not a safetensors file: {e}") from None
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        offset, shape = self._places[name]
-        wanted = 4 * math.prod(shape)
-        try:
-            found = self._disk.stat(self._path)
-            if found is None:
-                raise StoreError(f"cannot read {self._path}: it is gone")
-            size = min(found.size - offset, wanted)
-            if size == wanted:  # nothing is allocated for what is not there
-                array = np.empty(shape, "<f4")
-                size = self._disk.read_into(self._path, array.reshape(-1).view(np.uint8).data, offset)
-        except OSError as error:
-            raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
-        if size != wanted:
-            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {max(size, 0)} of {wanted} bytes")
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
 # -- states ---------------------------------------------------------------------------------------
 
 
 def pack(state: Any) -> bytes:
-    """Pack a whole state into one blob.
+    """Pack a whole state into one blob; errors as of `parts`."""
+    return encode(*parts(state))
+
+
+def parts(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays of a state, and the metadata that says where in it they belong.
 
     The annotations of the state's dataclasses declare its arrays. A numpy scalar, which numpy's arithmetic
     makes of arrays without axes, is stored there as an array of shape () in its own dtype; if a plain
@@ -321,7 +273,7 @@ def pack(state: Any) -> bytes:
         raise TypeError(f"a state may not hold a {type(value).__name__}")
 
     skeleton = msgspec.to_builtins(_annotated(state, type(state), type(state).__name__), enc_hook=keep, str_keys=True)
-    return encode(arrays, {"state": json.dumps(skeleton, sort_keys=False)})
+    return arrays, {"state": json.dumps(skeleton, sort_keys=False)}
 
 
 def _annotated(value: Any, kind: Any, at: str) -> Any:
@@ -378,6 +330,21 @@ def unpack(payload: bytes, kind: type[T]) -> T:
     Raises:
         StoreError: the bytes are not a state of that type, or hold a field that it does not have.
     """
+    try:
+        arrays = safetensors.numpy.load(payload)
+        (size,) = struct.unpack("<Q", payload[:8])
+        metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
+    except (SafetensorError, ValueError, KeyError, RecursionError, struct.error) as error:
+        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+    return whole(arrays, metadata, kind)
+
+
+def whole(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
+    """A state of type `kind` from its `parts`.
+
+    Raises:
+        StoreError: they are of no state of that type, or hold a field that it does not have.
+    """
 
     def restore(wanted: type, value: Any) -> Any:
         if wanted is np.ndarray and isinstance(value, dict):
@@ -385,13 +352,11 @@ def unpack(payload: bytes, kind: type[T]) -> T:
         raise ValueError(f"expected a {wanted.__name__}")  # msgspec adds where
 
     try:
-        arrays = safetensors.numpy.load(payload)
-        (size,) = struct.unpack("<Q", payload[:8])
-        skeleton = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"]["state"])
+        skeleton = json.loads(metadata["state"])
         state = msgspec.convert(skeleton, kind, dec_hook=restore, str_keys=True)
         known_fields.require(skeleton, state, kind.__name__)
         return state
-    except (SafetensorError, ValueError, KeyError, RecursionError, struct.error, msgspec.MsgspecError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise StoreError(f"not a stored {kind.__name__}: {error}") from None
 
 

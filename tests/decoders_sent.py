@@ -17,7 +17,7 @@ from certified import Certified
 from decoding import SHA, Decoder, numbered
 from wired import MESSAGES
 
-from fedquilt import compression, enrolment, graph_check, tensors, wire
+from fedquilt import compression, enrolment, graph_check, tensor_files, tensors, wire
 from fedquilt.blobs import chunks
 from fedquilt.coordinator import manifest
 from fedquilt.core import (
@@ -253,7 +253,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     def floats(payload: bytes) -> object:
         path.write_bytes(payload)
-        return list(tensors.Floats(path).values())
+        return list(tensor_files.Floats(path).values())
 
     found = {
         "tensors": Decoder(
@@ -270,7 +270,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             (tensors.pack(state),),
             measured,
         ),
-        "floats": Decoder("fedquilt/tensors.py", floats, (UpdateError, StoreError), (plain,), measured),
+        "floats": Decoder("fedquilt/tensor_files.py", floats, (UpdateError, StoreError), (plain,), measured),
         "graph": Decoder("fedquilt/graph_check.py", graph_check.of_bytes, (ModelError,), _graphs(), share=0.5),
         "plan of masks": Decoder(
             "models/partial/masks.py",

@@ -20,6 +20,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
     Extended,
+    Folded,
     Lost,
     Noted,
     Plan,
@@ -204,6 +205,9 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
         case Lost():
             return [f"round {fact.round}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
+        case Folded():
+            count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
+            return [f"round {fact.round}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
         case Closed():
             return [f"round {fact.round}: closed to further updates"]
         case Extended():

@@ -37,6 +37,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs, log
 from fedquilt.coordinator.views import rollouts as rollout_view
+from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
 from fedquilt.transport import link as links
 from fedquilt.transport.handshake import Identity
@@ -222,7 +223,7 @@ def coordinate(
         console.observe(job, fact)
         counts.observe(job, fact)
 
-    server = Server(executor, store, observe, only, limits=limits, tell=console.rolled)
+    server = Server(executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread())
     with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
         if place:
             console.say(f"metrics at {place}")

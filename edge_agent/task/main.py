@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import compression, core, methods, plugins, tensors
+from fedquilt import compression, core, methods, plugins, tensor_files, tensors
 from fedquilt.core import (
     Answer,
     DataError,
@@ -214,10 +214,10 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     task = order.task
 
     def private() -> core.Tensors:
-        return tensors.Floats(Path(order.private)) if order.private and not site.lost else {}
+        return tensor_files.Floats(Path(order.private)) if order.private and not site.lost else {}
 
     def base(name: str) -> core.Tensors | None:
-        return tensors.Floats(Path(order.bundles[name])) if name in order.bundles else None
+        return tensor_files.Floats(Path(order.bundles[name])) if name in order.bundles else None
 
     metrics: dict[str, float] = {}
     weight = 0.0

@@ -25,13 +25,14 @@ def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
     Raises:
         StoreError: it cannot be written.
     """
-    from fedquilt.tensors import encode, total_bytes, write
+    from fedquilt.tensor_files import write
+    from fedquilt.tensors import encode, total_bytes
 
     if total_bytes([tensors]) <= SMALL_BYTES:
         payload = encode(tensors)
         with doing(f"write {path}"):
             REAL.write(path, payload)
         return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    write(Path(path), tensors)
-    with doing(f"read {path}"):
+    with doing(f"write {path}"):
+        write(Path(path), tensors)
         return BlobRef(sha256=REAL.digest(path), size=os.stat(path).st_size)

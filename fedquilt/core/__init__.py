@@ -67,9 +67,12 @@ from fedquilt.core.method import (
     Settle,
     Site,
     Tensors,
+    adds,
+    exact_sums,
     expected,
     expects,
     is_same_for_all,
+    required,
     same_for_all,
 )
 from fedquilt.core.places import (
@@ -155,11 +158,14 @@ __all__ = [
     "Wired",
     "Word",
     "Work",
+    "adds",
     "derive_seed",
     "derive_seeds",
     "derived",
+    "exact_sums",
     "expected",
     "expects",
     "is_same_for_all",
+    "required",
     "same_for_all",
 ]

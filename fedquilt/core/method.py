@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -101,7 +102,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Contribution:
-    """Update of a device with its tensors read from disk: the argument of `Method.fold`."""
+    """Update of a device with its tensors: the argument of `Method.fold`.
+
+    Those of a large update are read from the disk when they are asked for, each time anew, and are held by nobody.
+    """
 
     device: str
     round: int
@@ -138,6 +142,49 @@ def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
     """What a fold takes in this state; None: it does not say."""
     known = getattr(fold, "expected", None)
     return None if known is None else known(state)
+
+
+def adds(require: Callable[[Any, Contribution], None], exact: type | None = None) -> Callable[[Fold], Fold]:
+    """Make a `Method.fold` of its two halves: `require`, and the decorated one, which adds what has passed it.
+
+    The second half adds to the sums in place, one tensor after the other, so that a large update is never in memory
+    as a whole. It has to raise nothing, and leaves the sums that it was given to nobody else.
+
+    Args:
+        require: `require(state, update)` raises UpdateError where the update may not be added.
+        exact: class of the sums, if their bits do not depend on the order of updates, and if `tensors.pack` can store
+            them; None: they are folded in sorted order of devices.
+    """
+
+    def made(add: Fold) -> Fold:
+        @wraps(add)
+        def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+            require(state, update)
+            return add(state, so_far, update)
+
+        fold.__dict__.update(require=require, exact=exact)
+        return fold  # type: ignore[return-value]
+
+    return made
+
+
+def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None:
+    """Check whether a fold would take an update, without the memory of its sums where the fold can.
+
+    Raises:
+        UpdateError: it would not.
+    """
+    require = getattr(fold, "require", None)
+    if require is None:
+        fold(state, None, update)
+    else:
+        require(state, update)
+
+
+def exact_sums(fold: Callable[..., Any]) -> type | None:
+    """Class of a fold's sums, if they may be folded in any order and stored; None: they may not."""
+    found: type | None = getattr(fold, "exact", None)
+    return found
 
 
 def same_for_all(send: Fold) -> Fold:
@@ -193,7 +240,7 @@ class Method:
     work: Callable[[Task, Site], Answer]
     check: Callable[[Task, Site], Mapping[str, float]] | None  # must report "examples" among its metrics
     fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A; UpdateError refuses it
-    step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round
+    step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log

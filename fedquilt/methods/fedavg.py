@@ -37,6 +37,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
+    adds,
     expects,
     same_for_all,
 )
@@ -214,27 +215,50 @@ def part(state: Any) -> Expected:
     return Expected({"model": state.model}, whole=False)
 
 
-@expects(whole)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update to the sums, weighted by its examples.
+def require(state: State, update: Contribution) -> None:
+    """Check an update before it is added to the sums.
 
     Raises:
         UpdateError: names, shapes or types differ from the model's, or values are not finite.
     """
-    model = update.bundles.get("model", {})
-    tensors.require_same(model, state.model)
-    share = tensors.combine(lambda v: v if v.dtype.kind in "iu" else v.astype(np.float64) * update.weight, model)
+    tensors.require_same(update.bundles.get("model", {}), state.model)
+
+
+@expects(whole)
+@adds(require)
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add an update to the sums, weighted by its examples; errors as of `require`."""
+    model = update.bundles["model"]
     if so_far is None:
-        return Sum(share, update.weight)
-    total = {name: join(array, share[name]) for name, array in so_far.total.items()}
-    return Sum(total, so_far.weight + update.weight)
+        return Sum({name: share(array, update.weight) for name, array in model.items()}, update.weight)
+    for name, array in model.items():
+        increase(so_far.total[name], array, update.weight)
+    return Sum(so_far.total, so_far.weight + update.weight)
+
+
+def share(array: np.ndarray, weight: float) -> np.ndarray:
+    """An array's share of a sum: in float64, times the weight; of a counter the counter. Always an array of its own."""
+    return np.array(array) if array.dtype.kind in "iu" else np.asarray(np.multiply(array, weight, dtype=np.float64))
+
+
+def increase(total: np.ndarray, array: np.ndarray, weight: float) -> None:
+    """Add an array's share to a sum in place; of a counter the larger is kept."""
+    if total.dtype.kind in "iu":
+        np.maximum(total, array, out=total)
+    else:
+        np.add(total, share(array, weight), out=total)
 
 
 def step(state: State, total: Sum | None) -> State:
     """Replace the model by the weighted mean; unchanged if nobody answered."""
     if total is None or total.weight == 0:
         return state
-    return replace(state, model=cast(mean(total), state.model))
+    return replace(state, model=settled(total, state.model))
+
+
+def settled(total: Sum, like: Tensors) -> dict[str, np.ndarray]:
+    """`cast(mean(total), like)`, one tensor after the other."""
+    return {name: cast(mean(Sum({name: array}, total.weight)), like)[name] for name, array in total.total.items()}
 
 
 def mean(total: Sum) -> dict[str, np.ndarray]:

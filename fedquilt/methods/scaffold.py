@@ -38,6 +38,7 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
+    adds,
     expects,
     same_for_all,
 )
@@ -104,38 +105,56 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
-@expects(fedavg.whole)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update's model, and its mean gradient recovered from the path x - y."""
+def require(state: State, update: Contribution) -> None:
+    """Check an update as FedAvg does, and that it says how far its device went, and whether for the first time.
+
+    Raises:
+        UpdateError: it does not.
+    """
     new = update.metrics.get("new")
     if new not in (0.0, 1.0):
         raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
+    fedavg.steps_of(update)
+    fedavg.require(state, update)
+
+
+@expects(fedavg.whole)
+@adds(require)
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add an update's model, and its mean gradient recovered from the path x - y."""
     path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
-    models = fedavg.fold(state, so_far, replace(update, weight=1.0))
-    given = update.bundles["model"]
-    slopes = {k: (state.model[k].astype(np.float64) - given[k]) / path for k in state.control}
-    if so_far is not None:
-        slopes = dict(tensors.combine(np.add, so_far.slopes, slopes))
-    return Sum(models.total, models.weight, slopes, int(new) + (so_far.new if so_far else 0))
+    total, slopes = (dict(so_far.total), dict(so_far.slopes)) if so_far else ({}, {})
+    for name, given in update.bundles["model"].items():
+        if so_far is None:
+            total[name] = fedavg.share(given, 1.0)
+        else:
+            fedavg.increase(total[name], given, 1.0)
+        if name in state.control:
+            slope = np.asarray(np.subtract(state.model[name], given, dtype=np.float64))
+            np.divide(slope, path, out=slope)
+            slopes[name] = slope if so_far is None else np.add(slopes[name], slope, out=slopes[name])
+    weight, new = (so_far.weight, so_far.new) if so_far else (0.0, 0)
+    return Sum(total, weight + 1.0, slopes, new + int(update.metrics["new"]))
 
 
 def step(state: State, total: Sum | None) -> State:
-    """Average the models and update the server's control variate."""
+    """Average the models and update the server's control variate, one tensor after the other."""
     if total is None:
         return state
-    model = fedavg.mean(total)
-    for name in state.control:
-        model[name] = (1 - state.params["server_lr"]) * state.model[name] + state.params["server_lr"] * model[name]
     before = max(state.known, state.params["devices"])
     after = max(state.known + total.new, state.params["devices"])
-
-    def moved(control: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-        """The mean of all c_i: those of the round have moved by their slope less c."""
-        old = control.astype(np.float64)
-        return ((before * old + slopes - total.weight * old) / after).astype(control.dtype)
-
-    control = dict(tensors.combine(moved, state.control, total.slopes))
-    return replace(state, model=fedavg.cast(model, state.model), control=control, known=state.known + total.new)
+    rate, model, control = state.params["server_lr"], dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for name, array in total.total.items():
+        model |= fedavg.mean(fedavg.Sum({name: array}, total.weight))
+        if name in state.control:
+            model[name] = (1 - rate) * state.model[name] + rate * model[name]
+            old = state.control[name].astype(np.float64)
+            # the mean of all c_i: those of the round have moved by their slope less c
+            moved = (before * old + total.slopes[name] - total.weight * old) / after
+            control[name] = np.asarray(moved).astype(state.control[name].dtype)
+        model |= fedavg.cast({name: model[name]}, state.model)
+    control = {name: control[name] for name in state.control}
+    return replace(state, model=model, control=control, known=state.known + total.new)
 
 
 METHOD = replace(

@@ -15,7 +15,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt import tensors
+from fedquilt import tensor_files, tensors
 from fedquilt.core import StoreError, UpdateError
 
 FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -385,8 +385,8 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> Non
         "count": np.array([7]),
         "double": np.ones(2),
     }
-    tensors.write(tmp_path / "file", given)
-    found = tensors.Floats(tmp_path / "file")
+    tensor_files.write(tmp_path / "file", given)
+    found = tensor_files.Floats(tmp_path / "file")
     assert list(found) == ["a", "b", "none"]
     assert all(
         found[name].tobytes() == given[name].tobytes() and found[name].shape == given[name].shape for name in found
@@ -401,7 +401,7 @@ def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path: Path, payload: by
     """The one named error that `read` raises too."""
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
-        tensors.Floats(tmp_path / "file")
+        tensor_files.Floats(tmp_path / "file")
 
 
 def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: Path) -> None:
@@ -410,19 +410,19 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: 
     header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
-        tensors.Floats(path)["w"]
+        tensor_files.Floats(path)["w"]
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
     """A file that ends early, and one that is gone."""
     path = tmp_path / "file"
-    tensors.write(path, {"w": np.ones(9, np.float32)})
+    tensor_files.write(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
-    found = tensors.Floats(path)
+    found = tensor_files.Floats(path)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
         found["w"]
     path.unlink()
     with pytest.raises(StoreError, match="cannot read"):
         found["w"]
     with pytest.raises(StoreError, match="cannot read"):
-        tensors.Floats(path)
+        tensor_files.Floats(path)

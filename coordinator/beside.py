@@ -1,0 +1,139 @@
+"""Updates of one job examined, folded and committed: in the loop, or by a worker where they are large.
+
+What a worker has found counts only if the job is still where it was when the worker was asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from fedquilt.coordinator import admission, facts, mending
+from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.worker import Worker, outcome
+from fedquilt.core import Profile, Update
+from fedquilt.logs import about
+
+log = logging.getLogger("fedquilt.coordinator")
+
+T = TypeVar("T")
+
+
+class Served(Protocol):
+    """Job at work: a `Serving`."""
+
+    job: Running
+
+    @property
+    def gone(self) -> bool:
+        """Whether the coordinator has let go of it."""
+        ...
+
+    def happened(self, event: admission.Event, now_s: float) -> None:
+        """Apply an event."""
+        ...
+
+    def record(self, fact: facts.AnyFact, now_s: float, done: Done | None = None) -> None:
+        """Write a fact, then act on it."""
+        ...
+
+    def fail(self, error: Exception, now_s: float) -> None:
+        """Handle an error of the method."""
+        ...
+
+    def spare(self, superfluous: set[str]) -> None:
+        """Drop blobs of updates that are needed no more."""
+        ...
+
+
+class Beside:
+    """Of one job.
+
+    Args:
+        served: the job.
+        worker: for what is large.
+        tended: what keeps the connection alive while the loop computes.
+    """
+
+    def __init__(self, served: Served, worker: Worker, tended: Callable[[], AbstractContextManager[None]]) -> None:
+        self._served, self._worker, self._tended = served, worker, tended
+        self._summing = False  # whether the worker folds or commits
+
+    @property
+    def _large(self) -> bool:
+        return self._served.job.large(self._worker.large_bytes)
+
+    def examine(self, device: str, update: Update, profile: Profile | None, now_s: float) -> None:
+        """Read an update whose blobs are here, and let count what it holds."""
+        large = self._large
+        examining = self._served.job.examining(device, update, profile, now_s, large=large)
+        if large:
+            self._worker.start(examining, self._examined)
+        else:
+            self._examined(examining, now_s)
+
+    def _examined(self, examining: Callable[[], admission.Examined], now_s: float) -> None:
+        if self._served.gone:
+            return
+        examined = examining()
+        if examined.odd:
+            said = "%s claims what cannot be: %s"
+            log.warning(said, examined.device, examined.odd, extra=about(device=examined.device))
+        self._served.happened(examined, now_s)
+
+    def fold(self) -> None:
+        """Have the updates that count folded as they come, where they are large."""
+        if self._large and not self._summing and self._served.job.waits_to_fold():
+            self._summing = True
+            self._worker.start(self._served.job.folding(), self._folded)
+
+    def _folded(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
+        """Note that a sum is stored, and drop what is in it."""
+        self._summing = False
+        before = self._served.job.rounds
+        if self._served.gone or before.phase not in ("open", "closing"):
+            return
+        fact = self._ended(result, now_s)
+        if fact is not None:
+            self._served.record(fact, now_s)
+        if isinstance(fact, facts.Folded):
+            rest = blobs(update for device, update in before.answered.items() if device not in fact.devices)
+            done = blobs(before.answered[device] for device in fact.devices) - rest
+            self._served.spare(done | ({before.folded.sum.sha256} if before.folded else set()))
+
+    def commit(self, now_s: float) -> bool:
+        """Have the round's state made and stored; True: that is done."""
+        if self._summing:
+            return False
+        committing = self._served.job.committing(now_s)
+        if self._large:
+            self._summing = True
+            self._worker.start(committing, self._committed)
+            return False
+        with self._tended():  # a method may compute for longer than a broker waits for a word
+            result = outcome(committing)
+        self._committed(result, now_s)
+        return True
+
+    def _committed(self, result: Callable[[], Done], now_s: float) -> None:
+        self._summing = False
+        if self._served.gone or self._served.job.rounds.phase != "closing":
+            return
+        done = self._ended(result, now_s)
+        if isinstance(done, Done):
+            self._served.record(done.fact, now_s, done)
+        elif done is not None:
+            self._served.record(done, now_s)
+
+    def _ended(self, result: Callable[[], T], now_s: float) -> T | facts.Lost | None:
+        """Result of folding or committing; None: there is none, or it has failed and so has the job."""
+        try:
+            return result()
+        except mending.LostUpdateError as lost:
+            return facts.Lost(self._served.job.rounds.round, lost.device, lost.reason)
+        except Exception as error:
+            self._served.fail(error, now_s)
+            return None

@@ -1,0 +1,259 @@
+"""Updates of a running round: read, checked, decoded and folded.
+
+Small ones are examined and folded in the coordinator's loop, in one pass over what was read. Large ones
+are examined, and folded once they count, by a worker: their tensors are read from the disk one at a time, and each is
+added to the sum in place. An exact sum is stored from time to time, as a fact, and what is in it is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import compression, tensor_files, tensors
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import checks, folding, mending
+from fedquilt.coordinator.facts import Folded, Rounds
+from fedquilt.coordinator.folding import Folding
+from fedquilt.coordinator.mending import WHOLE_BYTES
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import (
+    BlobRef,
+    Contribution,
+    Method,
+    Settle,
+    Tensors,
+    Update,
+    UpdateError,
+    exact_sums,
+    required,
+)
+
+READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
+STORED_AT: Final = 2  # times a sum's own bytes: so many of updates are folded when it is stored
+
+Base = Callable[[str], Tensors | None]
+"""Tensors that a bundle's differences start from; None: it holds none. Raises UpdateError."""
+
+
+class Summing:
+    """Of one round.
+
+    Args:
+        depot: where updates are.
+        half: of the method, whose tasks the round's are.
+        state: that the round began with.
+        job: settings.
+    """
+
+    def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job) -> None:
+        self._depot, self._half, self._state, self._job = depot, half, state, job
+        self._sums = exact_sums(half.fold)
+        self._folding = self._empty()
+        self._read: dict[str, tuple[Update, Contribution]] = {}  # by device, up to READ_BYTES
+        self._read_bytes = 0
+
+    def require(self, update: Update, *, work: bool) -> None:
+        """Check what an update says beside its tensors.
+
+        Args:
+            update: as the device announced it.
+            work: whether it is to be folded, and was not asked for an evaluation alone.
+
+        Raises:
+            UpdateError: it cannot count.
+        """
+        odd = sorted(name for name, value in update.metrics.items() if not math.isfinite(value))
+        if odd:
+            raise UpdateError(f"metric {odd[0]!r} is not a finite number")
+        if update.metrics.get("check.examples", 0.0) < 0:
+            raise UpdateError("metric 'check.examples' is negative")
+        if work:
+            checks.require_weight(update, self._job.cohort.max_examples)
+
+    # -- small updates, in the loop --
+
+    def taken(self, update: Update, rounds: Rounds, base: Base) -> Update:
+        """The update as it is stored: with a codec, its tensors are decoded here. It is folded, if it comes in order.
+
+        Raises:
+            UpdateError: it cannot be folded, or is no output of the codec.
+        """
+        if self._job.wire.codec == "raw" and self._folding.holds(update):
+            return update
+        with checks.named(update.device):
+            given = self._decoded(mending.contribution(self._depot, update), base)
+            next_one = self._comes_next(update.device, rounds)
+            if next_one:
+                total = self._added(given)
+            else:
+                required(self._half.fold, self._state, given)
+        update = self._plain(update, given)
+        if next_one:
+            self._folding.take(update.device, folding.told(update), total)
+        else:
+            self._keep(update, given)
+        return update
+
+    def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef], rounds: Rounds) -> None:
+        """Fold an expected update early, while other devices are still at work.
+
+        It counts only once it is offered, with the same content. Errors in it are raised then.
+        """
+        if (
+            given.round != rounds.round
+            or given.device not in rounds.asked
+            or self._job.wire.codec != "raw"
+            or "work" not in rounds.actions
+            or not self._folding.follows(given.device)
+        ):
+            return
+        with contextlib.suppress(Exception):
+            for bundle in given.bundles.values():
+                tensors.require_finite(bundle)
+            total = self._added(given)
+            self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
+
+    def _comes_next(self, device: str, rounds: Rounds) -> bool:
+        """Whether a device's update can be folded now: where order matters, all that sort before it are."""
+        if self._sums is not None:
+            return self._folding.follows(device)
+        first = device == min(rounds.asked, default="") and self._folding.follows(device)
+        return first and len(self._folding) == len(rounds.answered)
+
+    def _keep(self, update: Update, given: Contribution) -> None:
+        """Keep the tensors read for the commit, as long as there is room."""
+        size = folding.size_of(update)
+        if self._read_bytes + size <= READ_BYTES:
+            self._read_bytes += size
+            self._read[update.device] = (update, given)
+
+    # -- large updates, by a worker: one call at a time --
+
+    def examined(self, update: Update, base: Base) -> Update:
+        """The update as it is stored, which is not folded yet; errors as of `taken`."""
+        with checks.named(update.device):
+            given = self._streamed(update)
+            for bundle in given.bundles.values():
+                tensors.require_finite(bundle)
+            given = self._decoded(given, base)
+            required(self._half.fold, self._state, given)
+        return self._plain(update, given)
+
+    def waits(self, rounds: Rounds) -> bool:
+        """Whether an update that counts can be folded now; in the loop, while no call is under way."""
+        return "work" in rounds.actions and bool(self._folding.of(folding.ready(rounds, self._exact))[1])
+
+    def carry_on(self, rounds: Rounds) -> Folded | None:
+        """Fold what can be; returns the fact that the sum is stored, if so much has been folded that it is now.
+
+        Raises:
+            LostUpdateError: an update, or the stored sum with it, is gone or damaged.
+        """
+        self._sum(rounds)
+        folded = [update for device, update in rounds.answered.items() if self._folding.holds(update)]
+        known = rounds.folded.devices if rounds.folded else ()
+        new_bytes = sum(folding.size_of(update) for update in folded if update.device not in known)
+        if not self._exact or not rounds.asked or not new_bytes:
+            return None
+        own_bytes = tensors.total_bytes([tensors.parts(self._folding.total)[0]])
+        if new_bytes < STORED_AT * own_bytes:
+            return None
+        devices = tuple(sorted(update.device for update in folded))
+        return Folded(rounds.round, devices, stored(self._depot, *tensors.parts(self._folding.total)))
+
+    # -- the end of a round --
+
+    def closed(self, rounds: Rounds) -> Any:
+        """State that follows from the updates of a round that takes no more.
+
+        Raises:
+            LostUpdateError: one of them can no longer be read.
+            UpdateError: the state would hold numbers that are not finite.
+        """
+        self._sum(rounds)
+        total, self._folding = self._folding.total, self._empty()  # a step may use up the sums
+        state = self._half.step(self._state, total)
+        checks.require_state(state, tuple(sorted(rounds.answered)))
+        return state
+
+    def _sum(self, rounds: Rounds) -> None:
+        """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none."""
+        updates = folding.ready(rounds, self._exact)
+        total, left = self._folding.of(updates)
+        if total is None:
+            self._folding = self._begun(rounds)
+            left = self._folding.of(updates)[1]
+        for device in left:
+            known, given = self._read.get(device, (None, None))
+            if given is None or known != updates[device]:
+                given = self._streamed(updates[device])
+            self._folding.take(device, folding.told(updates[device]), self._added(given))
+
+    def _begun(self, rounds: Rounds) -> Folding:
+        """Sum that is stored, if there is one."""
+        begun, folded = self._empty(), rounds.folded
+        if folded is None:
+            return begun
+        assert self._sums is not None
+        total = mending.stored_sum(self._depot, folded, self._sums)
+        for device in folded.devices:
+            begun.take(device, folding.told(rounds.answered[device]), total)
+        return begun
+
+    @property
+    def _exact(self) -> bool:
+        return self._sums is not None
+
+    def _empty(self) -> Folding:
+        return Folding(self._exact)
+
+    def _added(self, given: Contribution) -> Any:
+        """The sum with one more update; after an error that may have come halfway, it is begun anew."""
+        try:
+            return self._half.fold(self._state, self._folding.total, given)
+        except UpdateError:
+            raise
+        except Exception:
+            self._folding = self._empty()
+            raise
+
+    def _streamed(self, update: Update) -> Contribution:
+        """The update, whose tensors are read when they are asked for; small ones are in memory."""
+        if folding.size_of(update) <= WHOLE_BYTES:
+            return mending.contribution(self._depot, update)
+        return mending.streamed(self._depot, update)
+
+    def _decoded(self, given: Contribution, base: Base) -> Contribution:
+        return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
+
+    def _plain(self, update: Update, given: Contribution) -> Update:
+        """The update as it is stored: as the codec has decoded it."""
+        if self._job.wire.codec == "raw":
+            return update
+        refs = {name: stored(self._depot, bundle, put=self._depot.stow) for name, bundle in given.bundles.items()}
+        return msgspec.structs.replace(update, bundles=refs, bases={})
+
+
+# -- storing --------------------------------------------------------------------------------------
+
+
+def stored(
+    depot: Depot, given: Tensors, metadata: dict[str, str] | None = None, put: Callable[[bytes], BlobRef] | None = None
+) -> BlobRef:
+    """Store tensors as one blob; large ones are never in memory as bytes.
+
+    Args:
+        depot: where.
+        given: the tensors.
+        metadata: stored with them.
+        put: stores the bytes of small ones; None: the depot's `put`.
+    """
+    if tensors.total_bytes([given]) <= WHOLE_BYTES:
+        return (put or depot.put)(tensors.encode(given, metadata))
+    return depot.put_by(lambda path: tensor_files.write(path, given, metadata, depot.disk))
