@@ -22,6 +22,7 @@ from fedquilt.coordinator.gate import Gate
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
 from fedquilt.coordinator.places import Places, Where
+from fedquilt.coordinator.worker import LARGE_BYTES
 from fedquilt.core import BlobRef, JobError, Profile, Task, Wired, WireError
 from fedquilt.logs import about
 from fedquilt.transport.handshake import Identity
@@ -158,7 +159,9 @@ class OverLink:
         self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
         may_have = self._issues.may_have
         self.places = Places(where, depot, may_have, identity, fleet)
-        self._transfers = Transfers(self._link, depot, self._topics, "dn", may_have, carriers=self.places)
+        self._transfers = Transfers(
+            self._link, depot, self._topics, "dn", may_have, carriers=self.places, apart_bytes=LARGE_BYTES
+        )
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
     def fds(self) -> Sequence[int]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fedquilt import bundle, tensor_files, tensors, tiers
-from fedquilt.coordinator import manifest, mending, plausible, stop, summing, tasks
+from fedquilt.coordinator import checks, manifest, mending, plausible, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
@@ -298,16 +298,18 @@ class Running:
         """Function for a worker that folds them; it returns the fact that the sum is stored, if it has stored it."""
         return partial(self._summing.carry_on, self.rounds)
 
-    def commit(self, now_s: float) -> Committed:
-        """Fold the round's updates and store the state that follows; errors as of `Summing.closed`."""
-        return self.committing(now_s)().fact
-
     def committing(self, now_s: float) -> Callable[[], Done]:
-        """Function that does so, in the loop or in a worker; nothing is folded meanwhile."""
+        """Function that folds what is left of the round's updates, and stores the state that follows.
+
+        It is for the loop or for a worker; nothing is folded meanwhile. Raises LostUpdateError if an update is gone.
+        """
         return partial(self._commit, self.rounds, now_s)
 
     def _commit(self, rounds: Rounds, now_s: float) -> Done:
-        state = self._summing.closed(rounds) if "work" in rounds.actions else self.state
+        state = self.state
+        if "work" in rounds.actions:
+            state = self._half.step(state, self._summing.closed(rounds))
+            checks.require_state(state, tuple(sorted(rounds.answered)))
         spent, finished, answered = rounds.spent, self.method.done(state), rounds.answered
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, rounds.round)

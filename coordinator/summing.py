@@ -30,8 +30,8 @@ from fedquilt.core import (
     Tensors,
     Update,
     UpdateError,
-    exact_sums,
     required,
+    summed,
 )
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
@@ -52,8 +52,8 @@ class Summing:
     """
 
     def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job) -> None:
-        self._depot, self._half, self._state, self._job = depot, half, state, job
-        self._sums = exact_sums(half.fold)
+        self._depot, self._fold, self._state, self._job = depot, half.fold, state, job
+        self._sums = summed(half.fold)
         self._folding = self._empty()
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
@@ -92,7 +92,7 @@ class Summing:
             if next_one:
                 total = self._added(given)
             else:
-                required(self._half.fold, self._state, given)
+                required(self._fold, self._state, given)
         update = self._plain(update, given)
         if next_one:
             self._folding.take(update.device, folding.told(update), total)
@@ -142,7 +142,7 @@ class Summing:
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
             given = self._decoded(given, base)
-            required(self._half.fold, self._state, given)
+            required(self._fold, self._state, given)
         return self._plain(update, given)
 
     def waits(self, rounds: Rounds) -> bool:
@@ -170,17 +170,14 @@ class Summing:
     # -- the end of a round --
 
     def closed(self, rounds: Rounds) -> Any:
-        """State that follows from the updates of a round that takes no more.
+        """Sum of a round that takes no more updates; it is held here no more, as a step may use it up.
 
         Raises:
             LostUpdateError: one of them can no longer be read.
-            UpdateError: the state would hold numbers that are not finite.
         """
         self._sum(rounds)
-        total, self._folding = self._folding.total, self._empty()  # a step may use up the sums
-        state = self._half.step(self._state, total)
-        checks.require_state(state, tuple(sorted(rounds.answered)))
-        return state
+        total, self._folding = self._folding.total, self._empty()
+        return total
 
     def _sum(self, rounds: Rounds) -> None:
         """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none."""
@@ -216,7 +213,7 @@ class Summing:
     def _added(self, given: Contribution) -> Any:
         """The sum with one more update; after an error that may have come halfway, it is begun anew."""
         try:
-            return self._half.fold(self._state, self._folding.total, given)
+            return self._fold(self._state, self._folding.total, given)
         except UpdateError:
             raise
         except Exception:

@@ -148,6 +148,18 @@ class Carriers:
 
         self.start(job, Ended(key, None, "the transfer ended by a mistake in the program"))
 
+    def finish(self, key: Key, depot: Depot, intake: Intake) -> None:
+        """Hash a part that is complete, and make it the blob, in a thread."""
+
+        def job() -> Ended:
+            try:
+                depot.finish(intake.ref)
+            except StoreError as error:
+                return Ended(key, intake, str(error), disk=True)
+            return Ended(key, intake, None)
+
+        self.start(job, Ended(key, intake, "hashing it ended by a mistake in the program", disk=True))
+
     def give_up(self, key: Key, intake: Intake, reason: str) -> None:
         """End a transfer that others have let go of; what of the blob is here is looked for in a thread."""
         failed = Ended(key, intake, reason)

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Final
 
@@ -41,6 +42,7 @@ class Pack:
         self._opened: OpenFile | None = None
         self._at: dict[str, tuple[int, int]] = {}  # sha256 -> place, size
         self._free: dict[int, list[int]] = {}  # size -> places
+        self._lock = threading.RLock()  # the coordinator's worker reads and drops beside the loop
         self._unsettled = self._named = False  # whether a blob, or the file's name, is not on the disk yet
         if disk.is_file(path):
             self._scan()
@@ -59,15 +61,17 @@ class Pack:
 
     def read(self, sha256: str, offset: int = 0, size: int | None = None) -> bytes:
         """Read `size` bytes of a blob from `offset`; by default all that follow."""
-        place, whole = self._at[sha256]
-        left = max(whole - offset, 0)
-        return self._file.read(place + offset, left if size is None else min(size, left))
+        with self._lock:
+            place, whole = self._at[sha256]
+            left = max(whole - offset, 0)
+            return self._file.read(place + offset, left if size is None else min(size, left))
 
     def load(self, sha256: str) -> bytes | None:
         """Read a whole blob; None: it is not here, or damaged."""
-        if sha256 not in self._at:
-            return None
-        payload = self.read(sha256)
+        with self._lock:
+            if sha256 not in self._at:
+                return None
+            payload = self.read(sha256)
         if self._checks and hashlib.sha256(payload).hexdigest() != sha256:
             log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self._path)
             self.drop(sha256)
@@ -76,41 +80,46 @@ class Pack:
 
     def put(self, sha256: str, payload: bytes) -> int:
         """Write a blob; returns its place, for `name` or `release`."""
-        places = self._free.get(len(payload))
-        place = places.pop() if places else self._end + _HEAD.size
-        self._unsettled = True
-        self._file.write(_HEAD.pack(bytes.fromhex(sha256), len(payload)) + payload, place - _HEAD.size)
-        self._end = max(self._end, place + len(payload))
-        return place
+        with self._lock:
+            places = self._free.get(len(payload))
+            place = places.pop() if places else self._end + _HEAD.size
+            self._unsettled = True
+            self._file.write(_HEAD.pack(bytes.fromhex(sha256), len(payload)) + payload, place - _HEAD.size)
+            self._end = max(self._end, place + len(payload))
+            return place
 
     def settle(self) -> None:
         """Wait until every blob is on the disk."""
-        if self._unsettled:
-            self._file.sync()
-            if not self._named:
-                self._disk.sync(os.path.dirname(self._path))
-            self._unsettled, self._named = False, True
+        with self._lock:
+            if self._unsettled:
+                self._file.sync()
+                if not self._named:
+                    self._disk.sync(os.path.dirname(self._path))
+                self._unsettled, self._named = False, True
 
     def name(self, sha256: str, place: int, size: int) -> None:
         """Make a blob that was put there available by its name."""
-        if sha256 in self._at:
-            self.release(place, size)
-        else:
-            self._at[sha256] = (place, size)
+        with self._lock:
+            if sha256 in self._at:
+                self.release(place, size)
+            else:
+                self._at[sha256] = (place, size)
 
     def release(self, place: int, size: int) -> None:
         """Free a place that has no name."""
-        self._free.setdefault(size, []).append(place)
+        with self._lock:
+            self._free.setdefault(size, []).append(place)
 
     def drop(self, sha256: str) -> None:
         """Remove a blob, if it is here; the last one gives the file's room back where blobs are for the disk."""
-        found = self._at.pop(sha256, None)
-        if found is not None:
-            self.release(*found)
-        if self._checks and not self._at and self._end:
-            self._file.empty()
-            self._free.clear()
-            self._end = 0
+        with self._lock:
+            found = self._at.pop(sha256, None)
+            if found is not None:
+                self.release(*found)
+            if self._checks and not self._at and self._end:
+                self._file.empty()
+                self._free.clear()
+                self._end = 0
 
     @property
     def _file(self) -> OpenFile:

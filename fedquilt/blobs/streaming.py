@@ -135,6 +135,13 @@ class Streaming:
                 self._coming[key] = _Coming(pull, intake, now_s + QUIET_S)
                 self._publish(key[0], f"blob/{key[1]}/place", Place(sha256=key[1], way="put", sources=sources))
 
+    def finish(self, key: Key, pull: Pull) -> None:
+        """Turn a part into the blob in a thread, now that all of it has come over the link."""
+        if key not in self._coming and pull.manifest is not None:
+            pull.hold()
+            self._coming[key] = _Coming(pull, Intake(self._depot, pull.manifest, pull.had))
+            self._carriers.finish(key, self._depot, self._coming[key].intake)
+
     def forget(self, key: Key) -> None:
         """Nothing of this blob is wanted any more; what is on its way is not written."""
         coming = self._coming.pop(key, None)

@@ -48,11 +48,12 @@ class Transfers:
         max_pulls: int = 16,
         patience_s: float = PATIENCE_S,
         carriers: Carriers | None = None,
+        apart_bytes: float = math.inf,
     ) -> None:
         """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
 
         `max_pulls` are active at once, or more of small blobs; the others wait, as do those of a silent peer.
-        `carriers` move blobs beside the link.
+        `carriers` move blobs beside the link. One that is whole is hashed in a thread if it has `apart_bytes` or more.
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
@@ -61,7 +62,7 @@ class Transfers:
         self._allowed = allowed
         self._budget_bytes = budget_bytes
         self._max_pulls = max_pulls
-        self._patience_s = patience_s
+        self._patience_s, self._apart_bytes = patience_s, apart_bytes
         self._wanted: dict[Key, BlobRef] = {}
         self._askers: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
         self._waiting: dict[Key, None] = {}  # in order
@@ -198,6 +199,8 @@ class Transfers:
 
     def _complete(self, key: Key, pull: Pull) -> None:
         if pull.done and pull.manifest is not None:
+            if pull.ref.size >= self._apart_bytes and not _whole(pull.manifest):
+                return self._streaming.finish(key, pull)
             self._streaming.forget(key)
             try:
                 if not _whole(pull.manifest):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -144,32 +143,40 @@ def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
     return None if known is None else known(state)
 
 
-def adds(require: Callable[[Any, Contribution], None], exact: type | None = None) -> Callable[[Fold], Fold]:
-    """Make a `Method.fold` of its two halves: `require`, and the decorated one, which adds what has passed it.
+def adds_up(kind: type) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` whose accumulators, of this type, consist of exact sums and numbers of devices.
 
-    The second half adds to the sums in place, one tensor after the other, so that a large update is never in memory
-    as a whole. It has to raise nothing, and leaves the sums that it was given to nobody else.
-
-    Args:
-        require: `require(state, update)` raises UpdateError where the update may not be added.
-        exact: class of the sums, if their bits do not depend on the order of updates, and if `tensors.pack` can store
-            them; None: they are folded in sorted order of devices.
+    Updates are then folded in any order, and `fedquilt.exact.join` merges accumulators of different devices. A fold
+    that refuses an update leaves the accumulator as it was. It belongs to the fold, as `expects` does.
     """
 
-    def made(add: Fold) -> Fold:
-        @wraps(add)
-        def fold(state: Any, so_far: Any, update: Contribution) -> Any:
-            require(state, update)
-            return add(state, so_far, update)
+    def marked(fold: Fold) -> Fold:
+        fold.__dict__["adds_up"] = kind
+        return fold
 
-        fold.__dict__.update(require=require, exact=exact)
-        return fold  # type: ignore[return-value]
+    return marked
 
-    return made
+
+def summed(fold: Callable[..., Any]) -> type | None:
+    """Type of a fold's accumulators, if they add up in any order; None: they do not."""
+    return getattr(fold, "adds_up", None)
+
+
+def checked_by(require: Callable[[Any, Contribution], None]) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` with what refuses an update in it: `require(state, update)`, which needs no sums.
+
+    The fold calls it itself, before it adds anything.
+    """
+
+    def marked(fold: Fold) -> Fold:
+        fold.__dict__["require"] = require
+        return fold
+
+    return marked
 
 
 def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None:
-    """Check whether a fold would take an update, without the memory of its sums where the fold can.
+    """Check whether a fold would take an update.
 
     Raises:
         UpdateError: it would not.
@@ -179,12 +186,6 @@ def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None
         fold(state, None, update)
     else:
         require(state, update)
-
-
-def exact_sums(fold: Callable[..., Any]) -> type | None:
-    """Class of a fold's sums, if they may be folded in any order and stored; None: they may not."""
-    found: type | None = getattr(fold, "exact", None)
-    return found
 
 
 def same_for_all(send: Fold) -> Fold:
@@ -239,7 +240,7 @@ class Method:
     send: Callable[[Any, DeviceView], Order | None]  # None: nothing for this device now
     work: Callable[[Task, Site], Answer]
     check: Callable[[Task, Site], Mapping[str, float]] | None  # must report "examples" among its metrics
-    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A; UpdateError refuses it
+    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds

@@ -37,7 +37,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
-    adds,
+    checked_by,
     expects,
     same_for_all,
 )
@@ -225,9 +225,10 @@ def require(state: State, update: Contribution) -> None:
 
 
 @expects(whole)
-@adds(require)
+@checked_by(require)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update to the sums, weighted by its examples; errors as of `require`."""
+    """Add an update to the sums, weighted by its examples, in place; errors as of `require`."""
+    require(state, update)
     model = update.bundles["model"]
     if so_far is None:
         return Sum({name: share(array, update.weight) for name, array in model.items()}, update.weight)

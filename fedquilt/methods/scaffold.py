@@ -38,7 +38,7 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
-    adds,
+    checked_by,
     expects,
     same_for_all,
 )
@@ -119,9 +119,10 @@ def require(state: State, update: Contribution) -> None:
 
 
 @expects(fedavg.whole)
-@adds(require)
+@checked_by(require)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update's model, and its mean gradient recovered from the path x - y."""
+    """Add an update's model, and its mean gradient recovered from the path x - y, in place; errors as of `require`."""
+    require(state, update)
     path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
     total, slopes = (dict(so_far.total), dict(so_far.slopes)) if so_far else ({}, {})
     for name, given in update.bundles["model"].items():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import job, settings
+from fedquilt.coordinator import settings, summing
 from fedquilt.coordinator.facts import Answered, Asked, Closed
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.store import Store
@@ -56,8 +56,9 @@ class Round:
     def commit(self) -> float:
         """Close the round; the value that the model's entries have come to."""
         self.job.record(Closed(self.job.rounds.round), 0.0)
-        self.job.record(self.job.commit(0.0), 0.0)
-        self.job.committed()
+        done = self.job.committing(0.0)()
+        self.job.record(done.fact, 0.0)
+        self.job.committed(done)
         return float(self.job.state.model["1.bias"][0])
 
 
@@ -76,7 +77,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkey
     next round.
     """
     size = stage.update("a", 0.0).bundles["model"].size
-    monkeypatch.setattr(job, "READ_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(summing, "READ_BYTES", 2 * size + size // 2)
     read: list[str] = []
     plain = stage.store.depot.load
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
@@ -84,7 +85,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkey
         stage.ask(devices)
         for index, device in enumerate(devices):
             stage.take(device, 4.0 * number + index)
-        assert len(stage.job._read) == 2
+        assert len(stage.job._summing._read) == 2
         assert stage.commit() == 4.0 * number + 1.5
         assert len(read) == 7 * (number + 1)  # six updates, and the state that the commit has stored
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
 )
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.job import Done, Running
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import why
 from fedquilt.core import DeviceView, Order, Profile
@@ -49,13 +50,13 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
 ) -> None:
     """The method computes for 100 s; the next round's 30 s begin after that, not before."""
     stage = Stage(tmp_path, rounds=2)
-    commit = Running.commit
+    commit = Running._commit
 
-    def slowly(job: Running, now_s: float) -> Committed:
+    def slowly(job: Running, *rest: Any) -> Done:
         stage.broker.now_s += 100.0
-        return commit(job, now_s)
+        return commit(job, *rest)
 
-    monkeypatch.setattr(Running, "commit", slowly)
+    monkeypatch.setattr(Running, "_commit", slowly)
     hand = stage.hand("a")
     stage.play()
     for _ in range(2):
@@ -83,7 +84,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And has its link back when something is to be sent."""
-    told, commit = [], Running.commit
+    told, commit = [], Running._commit
 
     @contextlib.contextmanager
     def tended() -> Iterator[None]:
@@ -91,12 +92,12 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
         yield
         told.append("back")
 
-    def noted(job: Running, now_s: float) -> Committed:
+    def noted(job: Running, *rest: Any) -> Done:
         told.append("computes")
-        return commit(job, now_s)
+        return commit(job, *rest)
 
     monkeypatch.setattr(stage.executor, "tended", tended)
-    monkeypatch.setattr(Running, "commit", noted)
+    monkeypatch.setattr(Running, "_commit", noted)
     hand = stage.hand("a")
     stage.play()
     hand.answer(ones())
@@ -191,7 +192,7 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
     assert {ref.sha256 for task in made for ref in task.bundles.values()} <= job.sent()
     assert len(job._encoded) <= 4
     encoded = []
-    monkeypatch.setattr(tensors, "encode", lambda value: encoded.append(value) or b"")
+    monkeypatch.setattr(tensors, "encode", lambda value, metadata: encoded.append(value) or b"")
     job.task("1", "numpy", None, 0.0)
     assert not any(value is job.state.model for value in encoded)  # what all get is encoded once
 
