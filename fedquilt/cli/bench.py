@@ -22,6 +22,7 @@ WHAT = (
     "costs",
     "dash",
     "coordinator",
+    "large",
     "sim",
 )
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"
@@ -31,6 +32,7 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 @argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
 @option("--size", type=options.POSITIVE, many=True, help="For stitch and memory: sizes of images in pixels.")
 @option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
+@option("--updates", type=options.POSITIVE, help="For large: updates of the round (default: 5).")
 @option("--rounds", type=options.POSITIVE, help="For coordinator: rounds of each fleet (default: 6).")
 @option(
     "--after",
@@ -97,6 +99,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     for name, allowed, where in (
         ("size", what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
         *((name, what == "coordinator", "`bench coordinator`") for name in ("agents", "rounds", "after")),
+        ("updates", what == "large", "`bench large`"),
         ("ablate", what == "stitch", "`bench stitch`"),
         ("data", what == "sim", "`bench sim`"),
         ("beside", what == "sim", "`bench sim`"),
@@ -110,6 +113,8 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     if what == "coordinator":
         some = {name: given[name] for name in ("agents", "rounds", "after") if given[name] is not None}
         return tool.main(what, format, given=some)
+    if what == "large":
+        return tool.main(what, format, given={"updates": given["updates"]} if given["updates"] else {})
     if what != "sim":
         return tool.main(what, format, given["size"] or ())
     if given["data"] is None:

@@ -74,9 +74,7 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
         JobError: Mosquitto is not installed, or this process may not open as many files.
         LinkError: a process did not start, or a round took too long.
     """
-    mosquitto = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
-    if mosquitto is None:
-        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+    mosquitto = program()
     _allow_files(max(agents) + SPARE_FILES)
     bare_ms = _bare_ms()
     fleets = {str(count): _fleet(mosquitto, count, rounds, 0, bare_ms) for count in agents}
@@ -97,6 +95,18 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
     return result
 
 
+def program() -> str:
+    """Path of Mosquitto.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if found is None:
+        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+    return found
+
+
 def lines(result: dict[str, Any]) -> list[str]:
     """The result for people."""
     told = []
@@ -115,44 +125,49 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def _fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, _processes() as start:
+    with tempfile.TemporaryDirectory() as folder, processes() as start:
         home = Path(folder)
         run = _queued(home, count, after, rounds)
         opening_s = _opening_s(home)
-        port = _free_port()
-        (home / "mosquitto.conf").write_text(
-            f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {_user()}\n"
-            f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
-            f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
-        )
-        broker = start([mosquitto, "-c", str(home / "mosquitto.conf")])
+        port = free_port()
+        broker = start([mosquitto, "-c", configured(home, port)])
         url = f"mqtt://127.0.0.1:{port}"
         watch = MqttLink(Broker.parse(url), "bench-watch")
         watch.connect(timeout_s=10.0)
         watch.subscribe([wire.Topics(FLEET).job(run)])
-        boards = [start([*_BOARDS, url, str(first), str(size)], heard=True) for first, size in _shares(count)]
+        boards = [start([*BOARDS, url, str(first), str(size)], heard=True) for first, size in shares(count)]
         for each in boards:
             assert each.stdout is not None
             if each.stdout.readline().strip() != b"ready":
                 raise LinkError("boards did not connect: see above")
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
-        serving = psutil.Process(start([*_SERVE, *where]).pid)
+        serving = psutil.Process(start([*SERVE, *where]).pid)
         others = [psutil.Process(broker.pid)], [psutil.Process(each.pid) for each in boards]
-        samples = [Sample(after, time.monotonic(), 0.0, _used_s(others[0]), _used_s(others[1]), 0.0)]
+        samples = [Sample(after, time.monotonic(), 0.0, used_s(others[0]), used_s(others[1]), 0.0)]
         while samples[-1].round < after + rounds:
-            round = _next_round(watch, samples[-1].round)
+            round = next_round(watch, samples[-1].round)
             samples.append(
                 Sample(
                     round,
                     time.monotonic(),
-                    _used_s([serving]),
-                    _used_s(others[0]),
-                    _used_s(others[1]),
+                    used_s([serving]),
+                    used_s(others[0]),
+                    used_s(others[1]),
                     serving.memory_info().rss / 1e6,
                 )
             )
         watch.close()
         return {"opening_s": opening_s, **_summed(samples, count, bare_ms)}
+
+
+def configured(home: Path, port: int) -> str:
+    """Write the broker's settings, as `fedquilt broker config` has them; returns the file."""
+    (home / "mosquitto.conf").write_text(
+        f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user()}\n"
+        f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
+        f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
+    )
+    return str(home / "mosquitto.conf")
 
 
 def _summed(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, Any]:
@@ -254,7 +269,7 @@ def _opening_s(home: Path) -> float:
     return round(float(told), 3)
 
 
-def _next_round(watch: MqttLink, before: int) -> int:
+def next_round(watch: MqttLink, before: int) -> int:
     """Wait for the end of a round; returns the number of the round that follows."""
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
@@ -265,7 +280,7 @@ def _next_round(watch: MqttLink, before: int) -> int:
     raise LinkError(f"round {before} has not ended within {LIMIT_S:g} s")
 
 
-def _used_s(processes: Sequence[psutil.Process]) -> float:
+def used_s(processes: Sequence[psutil.Process]) -> float:
     """Seconds of processor time of these processes so far."""
     return sum(sum(each.cpu_times()[:2]) for each in processes)
 
@@ -303,12 +318,12 @@ def _ref(payload: bytes) -> BlobRef:
 
 # -- processes ------------------------------------------------------------------------------------
 
-_SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
-_BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.bench.protocol_boards")
+SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
+BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.bench.protocol_boards")
 
 
 @contextmanager
-def _processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts processes that are killed at the end; `heard`: the caller reads what it prints."""
     started: list[subprocess.Popen[bytes]] = []
 
@@ -327,7 +342,7 @@ def _processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             process.communicate()
 
 
-def _shares(count: int) -> list[tuple[int, int]]:
+def shares(count: int) -> list[tuple[int, int]]:
     """(first board, number of boards) of each process."""
     each = -(-count // PROCESSES)
     return [(first, min(each, count - first)) for first in range(0, count, each)]
@@ -341,12 +356,13 @@ def _allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _user() -> str:
+def user() -> str:
     """Name of the user that the broker goes on as: one that is started by root would become "mosquitto"."""
     return psutil.Process().username()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody has."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

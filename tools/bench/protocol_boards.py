@@ -1,18 +1,22 @@
 """Light boards for `fedquilt bench coordinator`: many in one process, each with a connection to the broker of its own.
 
 A board says what it is, accepts each task, fetches the task's blobs, offers an update of its own and sends what it is
-asked for: every message goes through the codecs that agents use, and nothing is trained. What a board has is in memory.
+asked for: every message goes through the codecs that agents use, and nothing is trained. What a board has is in memory;
+blobs of several chunks are fetched once for all boards of a process, and their updates made chunk by chunk.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import selectors
 import socket
 import sys
 import time
 from typing import Any, Final
+
+import numpy as np
 
 from fedquilt import tensors, wire
 from fedquilt.blobs import chunks
@@ -26,6 +30,7 @@ FLEET: Final = "bench"
 EXAMPLES: Final = 32
 LOOK_S: Final = 1.0  # between looks for what has to be asked for again
 AGAIN_S: Final = 30.0  # after which an update without an answer is offered again
+EMPTY: Final = (2).to_bytes(8, "little") + b"{}"  # a blob without tensors
 CHUNK: Final = chunks.chunk_for(payload_limit(5, None, None))
 PROFILE: Final[dict[str, Any]] = {
     "board": "bench",
@@ -34,6 +39,33 @@ PROFILE: Final[dict[str, Any]] = {
     "engines": ("numpy",),
     "versions": {"numpy": "2"},
 }
+
+
+class Moved:
+    """A model moved by a number: the bytes of an update, made where they are asked for.
+
+    Args:
+        sent: the model's blob.
+        by: is added to each float32.
+    """
+
+    def __init__(self, sent: bytes, by: float) -> None:
+        self._sent, self._by = sent, np.float32(by)
+        head = 8 + int.from_bytes(sent[:8], "little")
+        table: dict[str, Any] = json.loads(sent[8:head])
+        places = [each["data_offsets"] for name, each in table.items() if each.get("dtype") == "F32"]
+        self._from = head + min((place[0] for place in places), default=0)  # they lie side by side
+        self._to = head + max((place[1] for place in places), default=0)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`."""
+        end = offset + size
+        first = self._from + max(offset - self._from, 0) // 4 * 4
+        last = self._from - (self._from - min(end, self._to)) // 4 * 4
+        if first >= last:
+            return self._sent[offset:end]
+        moved = (np.frombuffer(self._sent, "<f4", (last - first) // 4, first) + self._by).tobytes()
+        return self._sent[offset:first] + moved[max(offset - first, 0) : min(end, last) - first] + self._sent[last:end]
 
 
 class Crowd:
@@ -49,6 +81,8 @@ class Crowd:
         self.broker, self.topics = Broker.parse(url), wire.Topics(FLEET)
         self.blobs: dict[str, bytes] = {}  # sha256 -> content that the boards have fetched, once for all of them
         self.boards = [Board(self, number) for number in range(first, first + count)]
+        self.parts: dict[str, bytearray] = {}  # sha256 -> what has come of a blob that a board fetches for all
+        self._layouts: dict[str, dict[str, str]] = {}  # sha256 -> types and shapes of its tensors
         self.refused = 0  # updates that the coordinator did not take
         self._ready = selectors.DefaultSelector()
 
@@ -70,6 +104,18 @@ class Crowd:
                 for board in self.boards:
                     board.look(now_s)
 
+    def layout(self, sha256: str) -> dict[str, str]:
+        """Types and shapes of a blob's tensors."""
+        if sha256 not in self._layouts:
+            self._layouts = {sha256: tensors.layout(tensors.decode(self.blobs[sha256]))}
+        return self._layouts[sha256]
+
+    def came(self, sha256: str, payload: bytes, now_s: float) -> None:
+        """Keep a blob with the latest, for all boards."""
+        self.blobs = {**dict(list(self.blobs.items())[-8:]), sha256: payload}
+        for board in self.boards if self.parts.pop(sha256, None) is not None else ():
+            board.go_on(now_s)
+
     def turn(self, timeout_s: float) -> None:
         """Read what has come, and answer it."""
         for key, _ in self._ready.select(timeout_s):
@@ -87,7 +133,8 @@ class Board:
         self._task: Task | None = None
         self._pulls: dict[str, Pull] = {}  # by sha256
         self._update: Update | None = None  # not answered yet
-        self._blob, self._manifest, self._offered_s = b"", b"", 0.0
+        self._waits: set[str] = set()  # blobs that another board of the process fetches
+        self._moved, self._manifest, self._offered_s = Moved(EMPTY, 0.0), b"", 0.0
 
     def connect(self) -> socket.socket:
         """Begin to connect, which `read` goes on with; returns the socket."""
@@ -163,7 +210,13 @@ class Board:
         self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
         if again and self._update is not None:
             return self._offer(self._update, now_s)
-        self._pulls = {ref.sha256: Pull(ref, CHUNK, now_s) for ref in task.bundles.values()}
+        whole = [ref for ref in task.bundles.values() if ref.size > CHUNK]
+        self._waits = {
+            ref.sha256 for ref in whole if {ref.sha256} & (self.crowd.parts.keys() | self.crowd.blobs.keys())
+        }
+        self.crowd.parts |= {ref.sha256: bytearray(ref.size) for ref in whole if ref.sha256 not in self._waits}
+        mine = [ref for ref in task.bundles.values() if ref.sha256 not in self._waits]
+        self._pulls = {ref.sha256: Pull(ref, CHUNK, now_s) for ref in mine}
         for pull in list(self._pulls.values()):
             self._ask(pull, now_s)
         return self._work(now_s)
@@ -174,21 +227,39 @@ class Board:
 
     def _take(self, pull: Pull, index: int, payload: bytes, now_s: float) -> None:
         """Take a chunk; the tiny model is one."""
-        if pull.take_chunk(index, payload, now_s) and pull.done:
-            self.crowd.blobs = {**dict(list(self.crowd.blobs.items())[-8:]), pull.ref.sha256: payload}
-            del self._pulls[pull.ref.sha256]
+        if not pull.take_chunk(index, payload, now_s):
+            return
+        sha256 = pull.ref.sha256
+        part = self.crowd.parts.get(sha256)
+        if part is not None and pull.manifest is not None:
+            offset, size = chunks.extent(pull.manifest, index)
+            part[offset : offset + size] = payload
+        if pull.done:
+            del self._pulls[sha256]
+            self.crowd.came(sha256, payload if part is None else bytes(part), now_s)
+            self._work(now_s)
+        elif part is not None:
+            self._ask(pull, now_s)
+
+    def go_on(self, now_s: float) -> None:
+        """Begin to work if all blobs are here that others have fetched."""
+        if self._waits and self._waits <= self.crowd.blobs.keys():
+            self._waits = set()
             self._work(now_s)
 
     def _work(self, now_s: float) -> None:
         """Make an update as soon as everything is here: the model that was sent, moved by the board's number."""
         task = self._task
-        if task is None or self._pulls:
+        if task is None or self._pulls or not self._waits <= self.crowd.blobs.keys():
             return
-        sent = tensors.decode(self.crowd.blobs[task.bundles["model"].sha256])
-        moved = {name: array + array.dtype.type(1e-6 * (self.number + 1)) for name, array in sent.items()}
-        self._blob = tensors.encode(moved)
-        ref = BlobRef(sha256=hashlib.sha256(self._blob).hexdigest(), size=len(self._blob))
-        self._manifest = wire.encode(chunks.cut(ref, CHUNK, lambda offset, size: self._blob[offset : offset + size]))
+        model = task.bundles["model"]
+        self._moved = Moved(self.crowd.blobs[model.sha256], 1e-6 * (self.number + 1))
+        sha256 = hashlib.sha256()
+        for offset in range(0, model.size, CHUNK):
+            sha256.update(self._moved.read(offset, min(CHUNK, model.size - offset)))
+        ref = BlobRef(sha256=sha256.hexdigest(), size=model.size)
+        self._manifest = wire.encode(chunks.cut(ref, CHUNK, self._moved.read))
+        own = {"steps": 10.0, "new": float(task.round == 0)} if task.method == "scaffold" else {}
         self._update = Update(
             job=task.job,
             round=task.round,
@@ -196,9 +267,9 @@ class Board:
             device=self.device,
             weight=float(EXAMPLES),
             bundles={"model": ref},
-            metrics={"loss": 1.0},
+            metrics={"loss": 1.0, **own},
             usage=Usage(wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=ref.size),
-            layouts={"model": tensors.layout(moved)},
+            layouts={"model": self.crowd.layout(model.sha256)},
             state=task.state,
             epoch=task.epoch,
         )
@@ -209,11 +280,15 @@ class Board:
         self._publish("update", update)
 
     def _give(self, get: wire.Get) -> None:
-        """Send the update's manifest, or its only chunk."""
-        if get.indices:
-            topic = self.crowd.topics.chunk(self.device, "up", get.sha256, 0)
-            self.client.send(topic, self._blob, 0, False)
-        else:
+        """Send the update's manifest, or the chunks that are asked for."""
+        if self._update is None:
+            return
+        size = self._update.bundles["model"].size
+        for index in get.indices:
+            topic = self.crowd.topics.chunk(self.device, "up", get.sha256, index)
+            offset = index * get.chunk
+            self.client.send(topic, self._moved.read(offset, min(get.chunk, size - offset)), 0, False)
+        if not get.indices:
             topic = self.crowd.topics.blob(self.device, "up", get.sha256, "manifest")
             self.client.send(topic, self._manifest, 1, False)
 

@@ -1,0 +1,272 @@
+"""`fedquilt bench large`: a round of large updates: memory, disk and pauses of a coordinator.
+
+A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
+own, whose updates have the size of a ResNet-50. A board that takes no part asks for something all the time: how long
+it waits for the answer is how long the coordinator's loop pauses, with the broker's part. Beside it stands the bare
+fold in the same run: the same bytes are hashed, decoded and folded, in a loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+
+from fedquilt import bundle, methods, tensors, wire
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Contribution, JobError, LinkError
+from fedquilt.tools.bench import coordinator as processes
+from fedquilt.tools.bench.protocol_boards import CHUNK, EXAMPLES, FLEET, Moved
+from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
+
+METHODS: Final = ("fedavg", "scaffold")
+UPDATES: Final = 5
+CLASSES: Final = 200
+BLOCKS: Final = ((64, 3), (128, 4), (256, 6), (512, 3))  # of a ResNet-50: width, and how many
+BARE: Final = 3  # updates of the bare fold
+ASKS_S: Final = 0.05  # between two questions of the board that takes no part
+ASKERS: Final = 20  # names that it asks under, as nobody may ask for more than a few messages a second
+LOOK_S: Final = 0.05  # between two looks at the disk
+LIMIT_S: Final = 1800.0
+
+MOST_MB, MOST_PAUSE_S, MOST_OVER_FEDAVG = 500.0, 1.0, 1.5
+
+
+def measure(updates: int = UPDATES) -> dict[str, Any]:
+    """Run a round of FedAvg and one of SCAFFOLD with so many boards.
+
+    Raises:
+        JobError: Mosquitto is not installed.
+        LinkError: a process did not start, or a round took too long.
+    """
+    mosquitto = processes.program()
+    model = tensors.encode(resnet50())
+    rounds = {name: _round(mosquitto, name, updates, model) for name in METHODS}
+    fedavg, scaffold = (rounds[name] for name in METHODS)
+    figures = {
+        "peak_with_fedavg": figure(fedavg["peak_mb"], MOST_MB, "MB"),
+        "longest_pause_with_fedavg": figure(fedavg["pause_s"], MOST_PAUSE_S, "s"),
+        "longest_pause_with_scaffold": figure(scaffold["pause_s"], MOST_PAUSE_S, "s"),
+        "peak_with_scaffold": figure(scaffold["peak_mb"], MOST_OVER_FEDAVG * MOST_MB, "MB"),
+        "peak_with_scaffold_over_fedavg": figure(scaffold["peak_mb"] / fedavg["peak_mb"], MOST_OVER_FEDAVG, "times"),
+    }
+    return {
+        "bench": "large",
+        "updates": updates,
+        "model_mb": round(len(model) / 1e6, 1),
+        "rounds": rounds,
+        "figures": figures,
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    told = [f"a round of {result['updates']} updates of {result['model_mb']} MB"]
+    for name, each in result["rounds"].items():
+        told.append(
+            f"{name}: at its peak {each['peak_mb']} MB resident ({each['start_mb']} before the round), "
+            f"{each['disk_mb']} MB on the disk; longest pause {each['pause_s']} s (at the start "
+            f"{each['start_pause_s']})"
+        )
+        told.append(
+            f"{name}: {each['update_s']} s of processor time an update, {each['times_bare']} times the bare fold's "
+            f"{each['bare_s']}; the round took {each['round_s']} s"
+        )
+    return [*told, *figure_lines(result)]
+
+
+def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
+    """Tensors of a ResNet-50's names, shapes and types: 23.9 million numbers."""
+    made: dict[str, np.ndarray] = {}
+    roll = np.random.default_rng(0)
+
+    def convolution(name: str, norm: str, given: int, taken: int, size: int) -> None:
+        made[f"{name}.weight"] = 0.05 * roll.standard_normal((given, taken, size, size), np.float32)
+        for part, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            made[f"{norm}.{part}"] = np.full(given, value, np.float32)
+        made[f"{norm}.num_batches_tracked"] = np.array(0)
+
+    convolution("conv1", "bn1", 64, 3, 7)
+    taken = 64
+    for stage, (width, count) in enumerate(BLOCKS, 1):
+        for block in range(count):
+            at = f"layer{stage}.{block}"
+            for number, (given, size) in enumerate(((width, 1), (width, 3), (4 * width, 1)), 1):
+                convolution(f"{at}.conv{number}", f"{at}.bn{number}", given, taken if number == 1 else width, size)
+            if not block:
+                convolution(f"{at}.downsample.0", f"{at}.downsample.1", 4 * width, taken, 1)
+            taken = 4 * width
+    made["fc.weight"] = 0.05 * roll.standard_normal((classes, taken), np.float32)
+    made["fc.bias"] = np.zeros(classes, np.float32)
+    return made
+
+
+# -- one round ------------------------------------------------------------------------------------
+
+
+def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, processes.processes() as start:
+        home = Path(folder)
+        bare_s = _bare_s(home, method, model)
+        run = _queued(home, method, count, model)
+        port = processes.free_port()
+        start([mosquitto, "-c", processes.configured(home, port)])
+        url = f"mqtt://127.0.0.1:{port}"
+        watch = MqttLink(Broker.parse(url), "bench-watch")
+        watch.connect(timeout_s=10.0)
+        watch.subscribe([wire.Topics(FLEET).job(run)])
+        for first, size in processes.shares(count):
+            boards = start([*processes.BOARDS, url, str(first), str(size)], heard=True)
+            assert boards.stdout is not None
+            if boards.stdout.readline().strip() != b"ready":
+                raise LinkError("boards did not connect: see above")
+        where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
+        serving = psutil.Process(start([*processes.SERVE, *where]).pid)
+        with _watched(url, home / "runs") as watched:
+            _until(watch, lambda told: bool(told.asked))
+            start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
+            watched.longest_s, begun_s, used_s = 0.0, time.monotonic(), processes.used_s([serving])
+            _until(watch, lambda told: told.round > 0 and bool(told.asked))
+            round_s, used_s = time.monotonic() - begun_s, processes.used_s([serving]) - used_s
+            peak_mb = _peak_mb(serving.pid)
+        watch.close()
+    return {
+        "peak_mb": round(peak_mb, 1),
+        "start_mb": round(start_mb, 1),
+        "pause_s": round(watched.longest_s, 3),
+        "start_pause_s": round(start_pause_s, 3),
+        "answers_to_questions": watched.answers,
+        "disk_mb": round(watched.disk_bytes / 1e6, 1),
+        "round_s": round(round_s, 1),
+        "update_s": round(used_s / count, 3),
+        "bare_s": round(bare_s, 3),
+        "times_bare": round(used_s / count / bare_s, 1),
+    }
+
+
+def _queued(home: Path, method: str, count: int, model: bytes) -> str:
+    """Queue a job that waits for all boards; returns the run's id."""
+    bundle.write(home / "bundle", {"network": {"name": "resnet50"}, "flops": 4_000_000_000}, {"model": model})
+    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
+    table = {"name": "bench", "method": method, "engine": "numpy", "rounds": 2, "cohort": cohort}
+    with Store(home / "runs") as store:
+        return store.add(settings.parse(table), home / "bundle")
+
+
+def _until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
+    """Wait until the job's published state is so."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        watch.wait(1.0)
+        for message in watch.receive():
+            if message.payload and done(wire.decode(message.payload, wire.RoundState)):
+                return
+    raise LinkError(f"the round has not ended within {LIMIT_S:g} s")
+
+
+def _peak_mb(process: int) -> float:
+    """Most memory that a process has had resident."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise JobError("this system does not tell how much memory a process has had at the most")
+
+
+# -- what goes on beside it -----------------------------------------------------------------------
+
+
+class _Watched:
+    """What has been seen of the coordinator from outside."""
+
+    longest_s = 0.0  # until a question was answered
+    answers = 0
+    disk_bytes = 0  # at the most
+
+
+@contextmanager
+def _watched(url: str, home: Path) -> Iterator[_Watched]:
+    """Ask the coordinator and look at its disk, in threads, for as long as the body runs."""
+    seen, stop = _Watched(), threading.Event()
+    threads = [
+        threading.Thread(target=_ask, args=(url, seen, stop)),
+        threading.Thread(target=_look, args=(home, seen, stop)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _ask(url: str, seen: _Watched, stop: threading.Event) -> None:
+    """Ask for a blob that there is not, again and again: it is refused as soon as the loop reads the question."""
+    topics, link = wire.Topics(FLEET), MqttLink(Broker.parse(url), "bench-asks")
+    names = [f"asks-{number:02d}" for number in range(ASKERS)]
+    link.connect(timeout_s=10.0)
+    link.subscribe([f"{topics.root}/dev/{name}/dn/#" for name in names])
+    number = 0
+    while not stop.is_set():
+        name = names[number % ASKERS]
+        sha256 = hashlib.sha256(f"{number}".encode()).hexdigest()
+        number += 1
+        link.publish(topics.device(name, "up", "blob/get"), wire.encode(wire.Get(sha256=sha256, chunk=CHUNK)))
+        asked_s, answered = time.monotonic(), False
+        while not answered and not stop.is_set():
+            link.wait(0.5)
+            answered = any(sha256 in message.topic for message in link.receive())
+            seen.longest_s = max(seen.longest_s, time.monotonic() - asked_s) if seen.answers else 0.0
+        seen.answers += answered
+        stop.wait(ASKS_S)
+    link.close()
+
+
+def _look(home: Path, seen: _Watched, stop: threading.Event) -> None:
+    while not stop.wait(LOOK_S):
+        seen.disk_bytes = max(seen.disk_bytes, sum(_sizes(home)))
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Bytes on the disk of each file in a folder; what vanishes meanwhile has none."""
+    for path in folder.rglob("*"):
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            continue
+        yield 512 * found.st_blocks
+
+
+# -- the bare fold --------------------------------------------------------------------------------
+
+
+def _bare_s(home: Path, method: str, model: bytes) -> float:
+    """Seconds of processor time in which an update is read, hashed, decoded and folded, and nothing else."""
+    found = methods.load(method)
+    made = bundle.write(home / "bare", {"network": {"name": "resnet50"}, "flops": 1000}, {"model": model})
+    state = found.init(made, found.params(), 0)
+    moved, path = Moved(model, 1e-6), home / "update"
+    path.write_bytes(moved.read(0, len(model)))
+    wanted = hashlib.sha256(moved.read(0, len(model))).hexdigest()
+    total, begun_s = None, time.process_time()
+    for number in range(BARE):
+        payload = path.read_bytes()
+        if hashlib.sha256(payload).hexdigest() != wanted:
+            raise JobError("the bare fold has read another update")
+        metrics = {"steps": 10.0, "new": 1.0}
+        given = Contribution(f"board-{number}", 0, float(EXAMPLES), metrics, {"model": tensors.decode(payload)})
+        total = found.fold(state, total, given)
+    return (time.process_time() - begun_s) / BARE
