@@ -210,6 +210,8 @@ class Board:
         self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
         if again and self._update is not None:
             return self._offer(self._update, now_s)
+        if again and (self._pulls or self._waits):
+            return None
         whole = [ref for ref in task.bundles.values() if ref.size > CHUNK]
         self._waits = {
             ref.sha256 for ref in whole if {ref.sha256} & (self.crowd.parts.keys() | self.crowd.blobs.keys())
