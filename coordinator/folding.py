@@ -1,7 +1,8 @@
-"""Incremental fold of a round's updates: each is folded once, as far as they arrive in sorted order of devices.
+"""Incremental fold of a round's updates: each is folded once, as they arrive.
 
-The round is committed in that order, whatever the order of arrival. The running sum covers the updates that came in
-order; where one is missing in between, or differs from the expected one, the commit folds them all anew.
+A fold that adds up (`core.adds_up`) takes them in any order, with the same bits. Any other takes them in sorted order
+of devices, as far as they arrive so. Where one that is folded does not count in the end, or differs from the one that
+does, the commit folds them all anew.
 """
 
 from __future__ import annotations
@@ -15,35 +16,52 @@ Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metri
 
 
 class Folding:
-    """Running sum of one round."""
+    """Running sum of one round.
 
-    def __init__(self) -> None:
-        self._told: dict[str, Told] = {}  # by device, in sorted order
-        self._last = ""
+    Args:
+        any_order: whether the fold adds up in any order of devices.
+    """
+
+    def __init__(self, any_order: bool = False) -> None:
+        self._any_order = any_order
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again, with the sum of nobody."""
+        self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
         self.total: Any = None  # sum of those; None: of nobody
 
-    def __len__(self) -> int:
-        return len(self._told)
+    def follows(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
+        """Whether a device can be folded next, as if it came last.
 
-    def follows(self, device: str) -> bool:
-        """Whether a device sorts after all those folded."""
-        return device > self._last
+        Args:
+            device: id.
+            answered: updates that count already.
+            asked: devices whose updates may still come.
+        """
+        if self._any_order:
+            return device not in self._told
+        return len(self._told) == len(answered) and self.foreseen(device) and device == min(asked, default="")
+
+    def foreseen(self, device: str) -> bool:
+        """Whether a device can be folded next, if all that sort before it are folded already."""
+        return device not in self._told if self._any_order else device > next(reversed(self._told), "")
 
     def take(self, device: str, told: Told, total: Any) -> None:
-        """Store the sum including the update of a device that `follows`."""
-        self._told[device], self._last, self.total = told, device, total
+        """Store the sum including the update of a device."""
+        self._told[device], self.total = told, total
 
     def holds(self, update: Update) -> bool:
         """Whether exactly this update is folded."""
         return self._told.get(update.device) == told(update)
 
-    def of(self, updates: Mapping[str, Update]) -> tuple[Any, list[str]]:
-        """Sum of the first updates in sorted order of devices, and the devices that are left to fold."""
+    def left(self, updates: Mapping[str, Update]) -> list[str]:
+        """Devices left to fold, in sorted order; all of them if the sum has others, which is then forgotten."""
         devices = sorted(updates)
-        first = devices[: len(self)]
-        if first == list(self._told) and all(self.holds(updates[device]) for device in first):
-            return self.total, devices[len(self) :]
-        return None, devices
+        in_order = self._any_order or devices[: len(self._told)] == list(self._told)
+        if not in_order or not all(device in updates and self.holds(updates[device]) for device in self._told):
+            self.forget()
+        return [device for device in devices if device not in self._told]
 
 
 def told(update: Update) -> Told:

@@ -42,6 +42,7 @@ from fedquilt.core import (
     Work,
     derived,
     expected,
+    summed,
 )
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
@@ -69,7 +70,6 @@ class Running:
         self.state: Any = None
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device: the running round's, up to READ_BYTES
         self._read_bytes = 0
-        self._folding = Folding()  # of the running round
         self._all_able: tuple[object, Work] | None = None  # fleet at the last look, if the task fitted every device
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
@@ -83,6 +83,7 @@ class Running:
         self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
         for _, _, fact in store.facts(self.id):
             self._note(fact, apply(self.rounds, fact, now_s))
+        self._folding = self._fresh()  # of the running round
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         else:
@@ -242,10 +243,14 @@ class Running:
             given = mending.contribution(self._store.depot, update)
             plain = compression.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
             given = replace(given, bundles=plain)
-            next_one = self._in_order(update.device)
+            next_one = self._folding.follows(update.device, self.rounds.answered, self.rounds.asked)
             total = self._half.fold(self.state, self._folding.total if next_one else None, given)
         if self.job.wire.codec != "raw":
-            refs = {name: self._stowed(bundle) for name, bundle in plain.items()}
+            try:
+                refs = {name: self._stowed(bundle) for name, bundle in plain.items()}
+            except StoreError:
+                self._folding.forget()  # the sum may have this update, which does not count yet
+                raise
             update = msgspec.structs.replace(update, bundles=refs, bases={})
         if not next_one:
             return self._kept(update, given)
@@ -262,7 +267,7 @@ class Running:
             or given.device not in self.rounds.asked
             or self.job.wire.codec != "raw"
             or "work" not in self.rounds.actions
-            or not self._folding.follows(given.device)
+            or not self._folding.foreseen(given.device)
         ):
             return
         with contextlib.suppress(Exception):
@@ -275,14 +280,6 @@ class Running:
         if tensors.total_bytes([bundle]) <= WHOLE_BYTES:
             return self._store.depot.stow(tensors.encode(bundle))
         return self._store.depot.put_by(lambda path: tensors.write(path, bundle))
-
-    def _in_order(self, device: str) -> bool:
-        """Whether all devices asked that sort before this one have answered and are folded."""
-        return (
-            len(self._folding) == len(self.rounds.answered)
-            and self._folding.follows(device)
-            and device == min(self.rounds.asked, default="")
-        )
 
     def _kept(self, update: Update, given: Contribution) -> Update:
         """Keep the tensors read for the commit, as long as there is room."""
@@ -309,7 +306,7 @@ class Running:
         return tensors.Floats(path, self._store.depot.disk)  # one tensor at a time, as it is decoded
 
     def commit(self, now_s: float) -> Committed:
-        """Fold the round's updates in sorted order of devices and store the result.
+        """Fold the updates of the round that are not folded yet, and store the result.
 
         Raises:
             LostUpdateError: one of them can no longer be read.
@@ -317,13 +314,13 @@ class Running:
         answered = self.rounds.answered
         state = self.state
         if "work" in self.rounds.actions:
-            total, left = self._folding.of(answered)
-            for device in left:
+            for device in self._folding.left(answered):
                 known, given = self._read.get(device, (None, None))
                 if given is None or known != answered[device]:
                     given = mending.contribution(self._store.depot, answered[device])
-                total = self._half.fold(state, total, given)
-            state = self._half.step(state, total)
+                total = self._half.fold(state, self._folding.total, given)
+                self._folding.take(device, folding.told(answered[device]), total)
+            state = self._half.step(state, self._folding.total)
             checks.require_state(state, tuple(sorted(answered)))
         spent, finished = self.rounds.spent, self.method.done(state)
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not self.rounds.round else None
@@ -354,12 +351,16 @@ class Running:
         for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
             held.clear()
         self._alike = tasks.Common(self._held)
-        self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
+        self._read_bytes, self._common, self._seeded, self._manifests = 0, {}, None, None
+        self._folding = self._fresh()
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))
         order = self._alike.order(self._half.send, self.state, view)
         return tasks.trained_for(order, self.rounds.epochs.get(device))
+
+    def _fresh(self) -> Folding:
+        return Folding(any_order=summed(self._half.fold) is not None)
 
     @property
     def _half(self) -> Method | Settle:

@@ -22,6 +22,7 @@ WHAT = (
     "costs",
     "dash",
     "coordinator",
+    "sums",
     "sim",
 )
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"

@@ -67,10 +67,12 @@ from fedquilt.core.method import (
     Settle,
     Site,
     Tensors,
+    adds_up,
     expected,
     expects,
     is_same_for_all,
     same_for_all,
+    summed,
 )
 from fedquilt.core.places import (
     Place,
@@ -155,6 +157,7 @@ __all__ = [
     "Wired",
     "Word",
     "Work",
+    "adds_up",
     "derive_seed",
     "derive_seeds",
     "derived",
@@ -162,4 +165,5 @@ __all__ = [
     "expects",
     "is_same_for_all",
     "same_for_all",
+    "summed",
 ]

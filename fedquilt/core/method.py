@@ -140,6 +140,25 @@ def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
     return None if known is None else known(state)
 
 
+def adds_up(kind: type) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` whose accumulators, of this type, consist of exact sums and numbers of devices.
+
+    Updates are then folded in any order, and `fedquilt.exact.join` merges accumulators of different devices. A fold
+    that refuses an update leaves the accumulator as it was. It belongs to the fold, as `expects` does.
+    """
+
+    def marked(fold: Fold) -> Fold:
+        fold.__dict__["adds_up"] = kind
+        return fold
+
+    return marked
+
+
+def summed(fold: Callable[..., Any]) -> type | None:
+    """Type of a fold's accumulators, if they add up in any order; None: they do not."""
+    return getattr(fold, "adds_up", None)
+
+
 def same_for_all(send: Fold) -> Fold:
     """Decorate a `Method.send` that does not look at the device: a round's order is made once, for all of them."""
     send.__dict__["same_for_all"] = True
@@ -192,7 +211,7 @@ class Method:
     send: Callable[[Any, DeviceView], Order | None]  # None: nothing for this device now
     work: Callable[[Task, Site], Answer]
     check: Callable[[Task, Site], Mapping[str, float]] | None  # must report "examples" among its metrics
-    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A; UpdateError refuses it
+    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds

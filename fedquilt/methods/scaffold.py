@@ -21,13 +21,13 @@ sides' variates from the received y it falls from round to round. "fp16" and "in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Final
 
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import exact, tensors
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -38,6 +38,7 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
+    adds_up,
     expects,
     same_for_all,
 )
@@ -74,8 +75,8 @@ class State(fedavg.State):
 class Sum(fedavg.Sum):
     """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
 
-    slopes: Mapping[str, np.ndarray]
-    new: int  # devices that answered for the first time
+    slopes: Mapping[str, exact.Total] = field(default_factory=dict)
+    new: int = 0  # devices that answered for the first time
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
@@ -104,19 +105,20 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
+@adds_up(Sum)
 @expects(fedavg.whole)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update's model, and its mean gradient recovered from the path x - y."""
+    """Add an update's model, and its mean gradient recovered from the path x - y, in place."""
     new = update.metrics.get("new")
     if new not in (0.0, 1.0):
         raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
     path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
     models = fedavg.fold(state, so_far, replace(update, weight=1.0))
     given = update.bundles["model"]
-    slopes = {k: (state.model[k].astype(np.float64) - given[k]) / path for k in state.control}
-    if so_far is not None:
-        slopes = dict(tensors.combine(np.add, so_far.slopes, slopes))
-    return Sum(models.total, models.weight, slopes, int(new) + (so_far.new if so_far else 0))
+    slopes = so_far.slopes if so_far else {}
+    for name in state.control:  # one at a time: each is as large as its tensor
+        slopes = exact.plus(slopes, {name: (state.model[name].astype(np.float64) - given[name]) / path})
+    return Sum(models.total, models.weights, slopes, int(new) + (so_far.new if so_far else 0))
 
 
 def step(state: State, total: Sum | None) -> State:
@@ -134,7 +136,7 @@ def step(state: State, total: Sum | None) -> State:
         old = control.astype(np.float64)
         return ((before * old + slopes - total.weight * old) / after).astype(control.dtype)
 
-    control = dict(tensors.combine(moved, state.control, total.slopes))
+    control = dict(tensors.combine(moved, state.control, exact.values(total.slopes)))
     return replace(state, model=fedavg.cast(model, state.model), control=control, known=state.known + total.new)
 
 
