@@ -1,8 +1,8 @@
-"""Sum of a running round: which updates are in it, and in what order they may come.
+"""Incremental fold of a round's updates: each is folded once, as they arrive.
 
-Updates are folded in sorted order of devices, whatever the order of arrival, unless the method's sums are exact: these
-take them in any order. The running sum covers the updates that came in order; where one is missing in between, or
-differs from the one that was folded, all are folded anew.
+A fold that adds up (`core.adds_up`) takes them in any order, with the same bits. Any other takes them in sorted order
+of devices, as far as they arrive so. Where one that is folded does not count in the end, or differs from the one that
+does, the commit folds them all anew.
 """
 
 from __future__ import annotations
@@ -20,49 +20,66 @@ class Folding:
     """Running sum of one round.
 
     Args:
-        exact: the order of updates does not matter.
+        any_order: whether the fold adds up in any order of devices.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self._exact = exact
+    def __init__(self, any_order: bool = False) -> None:
+        self._any_order = any_order
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again, with the sum of nobody."""
         self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
-        self._last = ""
         self.total: Any = None  # sum of those; None: of nobody
 
-    def __len__(self) -> int:
-        return len(self._told)
+    def follows(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
+        """Whether a device can be folded next, as if it came last.
 
-    def follows(self, device: str) -> bool:
-        """Whether a device may be folded after those that are."""
-        return device not in self._told if self._exact else device > self._last
+        Args:
+            device: id.
+            answered: updates that count already.
+            asked: devices whose updates may still come.
+        """
+        if self._any_order:
+            return device not in self._told
+        return len(self._told) == len(answered) and self.foreseen(device) and device == min(asked, default="")
+
+    def foreseen(self, device: str) -> bool:
+        """Whether a device can be folded next, if all that sort before it are folded already."""
+        return device not in self._told if self._any_order else device > next(reversed(self._told), "")
 
     def take(self, device: str, told: Told, total: Any) -> None:
-        """Store the sum including the update of a device that `follows`."""
-        self._told[device], self._last, self.total = told, device, total
+        """Store the sum including the update of a device."""
+        self._told[device], self.total = told, total
 
     def holds(self, update: Update) -> bool:
         """Whether exactly this update is folded."""
         return self._told.get(update.device) == told(update)
 
-    def of(self, updates: Mapping[str, Update]) -> tuple[Any, list[str]]:
-        """Sum of some of these updates, and the devices that are left to fold, in sorted order.
+    def __len__(self) -> int:
+        return len(self._told)
 
-        The sum is None, and all are left, where it holds anything else, or not the first of them.
-        """
-        devices = sorted(updates)
-        folded = self._told.keys() if self._exact else devices[: len(self)]
-        if folded == (self._told.keys() & updates.keys() if self._exact else list(self._told)) and all(
-            self.holds(updates[device]) for device in folded
-        ):
-            return self.total, [device for device in devices if device not in self._told]
-        return None, devices
+    def holds_all(self, updates: Mapping[str, Update]) -> bool:
+        """Whether all of these are folded, and nothing else."""
+        return len(updates) == len(self) and all(self.holds(update) for update in updates.values())
+
+    def fits(self, updates: Mapping[str, Update]) -> bool:
+        """Whether the sum holds some of these updates, the first of them where order matters, and nothing else."""
+        in_order = self._any_order or sorted(updates)[: len(self._told)] == list(self._told)
+        return in_order and all(device in updates and self.holds(updates[device]) for device in self._told)
+
+    def left(self, updates: Mapping[str, Update]) -> list[str]:
+        """Devices left to fold, in sorted order; all of them if the sum has others, which is then forgotten."""
+        if not self.fits(updates):
+            self.forget()
+        return [device for device in sorted(updates) if device not in self._told]
 
 
-def ready(rounds: Rounds, exact: bool) -> dict[str, Update]:
+def ready(rounds: Rounds, any_order: bool) -> dict[str, Update]:
     """Updates that the running round's sum may hold already, by device."""
-    if exact or rounds.phase == "closing":
+    if any_order or rounds.phase == "closing":
         return dict(rounds.answered)
-    first = min(rounds.asked, default="")  # whoever is asked next may sort before anybody, if nobody is
+    first = min(rounds.asked, default="")  # whoever is asked next may sort before anybody, if nobody is asked now
     return {device: update for device, update in rounds.answered.items() if device < first}
 
 

@@ -27,6 +27,7 @@ from fedquilt.core import (
     Contribution,
     Method,
     Settle,
+    StoreError,
     Tensors,
     Update,
     UpdateError,
@@ -88,12 +89,16 @@ class Summing:
             return update
         with checks.named(update.device):
             given = self._decoded(mending.contribution(self._depot, update), base)
-            next_one = self._comes_next(update.device, rounds)
+            next_one = self._folding.follows(update.device, rounds.answered, rounds.asked)
             if next_one:
                 total = self._added(given)
             else:
                 required(self._fold, self._state, given)
-        update = self._plain(update, given)
+        try:
+            update = self._plain(update, given)
+        except StoreError:
+            self._folding.forget()  # the sum may have this update, which does not count yet
+            raise
         if next_one:
             self._folding.take(update.device, folding.told(update), total)
         else:
@@ -110,7 +115,7 @@ class Summing:
             or given.device not in rounds.asked
             or self._job.wire.codec != "raw"
             or "work" not in rounds.actions
-            or not self._folding.follows(given.device)
+            or not self._folding.foreseen(given.device)
         ):
             return
         with contextlib.suppress(Exception):
@@ -118,13 +123,6 @@ class Summing:
                 tensors.require_finite(bundle)
             total = self._added(given)
             self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
-
-    def _comes_next(self, device: str, rounds: Rounds) -> bool:
-        """Whether a device's update can be folded now: where order matters, all that sort before it are."""
-        if self._sums is not None:
-            return self._folding.follows(device)
-        first = device == min(rounds.asked, default="") and self._folding.follows(device)
-        return first and len(self._folding) == len(rounds.answered)
 
     def _keep(self, update: Update, given: Contribution) -> None:
         """Keep the tensors read for the commit, as long as there is room."""
@@ -147,7 +145,7 @@ class Summing:
 
     def waits(self, rounds: Rounds) -> bool:
         """Whether an update that counts can be folded now; in the loop, while no call is under way."""
-        return "work" in rounds.actions and bool(self._folding.of(folding.ready(rounds, self._exact))[1])
+        return "work" in rounds.actions and not self._folding.holds_all(folding.ready(rounds, self._exact))
 
     def carry_on(self, rounds: Rounds) -> Folded | None:
         """Fold what can be; returns the fact that the sum is stored, if so much has been folded that it is now.
@@ -182,11 +180,9 @@ class Summing:
     def _sum(self, rounds: Rounds) -> None:
         """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none."""
         updates = folding.ready(rounds, self._exact)
-        total, left = self._folding.of(updates)
-        if total is None:
+        if not self._folding.fits(updates) or not len(self._folding):
             self._folding = self._begun(rounds)
-            left = self._folding.of(updates)[1]
-        for device in left:
+        for device in self._folding.left(updates):
             known, given = self._read.get(device, (None, None))
             if given is None or known != updates[device]:
                 given = self._streamed(updates[device])
@@ -217,7 +213,7 @@ class Summing:
         except UpdateError:
             raise
         except Exception:
-            self._folding = self._empty()
+            self._folding.forget()
             raise
 
     def _streamed(self, update: Update) -> Contribution:

@@ -44,6 +44,7 @@ BENCHES: Final = (
     "fedsq",
     "dash",
     "coordinator",
+    "sums",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on

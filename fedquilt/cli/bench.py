@@ -23,6 +23,7 @@ WHAT = (
     "dash",
     "coordinator",
     "large",
+    "sums",
     "sim",
 )
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"

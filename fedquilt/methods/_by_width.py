@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from fedquilt import layer_costs, tensors, tiers
+from fedquilt import exact, layer_costs, tensors, tiers
 from fedquilt.core import (
     Answer,
     Contribution,
@@ -29,6 +29,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
+    adds_up,
     expects,
 )
 from fedquilt.methods import fedavg
@@ -66,8 +67,8 @@ def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fed
 class Measured:
     """Sums by rate and statistic: sum_k n_k mean_k, sum_k n_k (var_k + mean_k^2) and sum_k n_k."""
 
-    total: Mapping[str, Mapping[str, np.ndarray]]
-    weight: Mapping[str, float]
+    total: Mapping[str, Mapping[str, exact.Total]] = field(default_factory=dict)
+    weight: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
 def settling(
@@ -112,29 +113,33 @@ def settling(
             found[f"statistics.{rate:g}"] = width.shapes(state.model, {name: at[name] for name in names(state)})
         return Expected(found, whole=False)
 
+    @adds_up(Measured)
     @expects(taken)
     def fold(state: State, so_far: Measured | None, update: Contribution) -> Measured:
-        total = dict(so_far.total) if so_far else {}
-        weight = dict(so_far.weight) if so_far else {}
+        so_far = so_far or Measured()
+        total, weight = dict(so_far.total), dict(so_far.weight)
         places = {f"{rate:g}": at for rate, at in parts(state).items()}
         if not update.bundles or update.bundles.keys() - {f"statistics.{key}" for key in places}:
             told = ", ".join(sorted(update.bundles)) or "nothing"
             raise UpdateError(f"{update.device} sent {told}, wanted are batch normalisation's statistics by width")
+        found = {}
         for bundle, sent in update.bundles.items():
             key = bundle.removeprefix("statistics.")
             shapes = width.shapes(state.model, {name: places[key][name] for name in names(state)})
             tensors.require_same(sent, shapes)
-            total[key] = _moments(total.get(key), sent, update)
-            weight[key] = weight.get(key, 0.0) + update.weight
+            found[key] = _moments(sent, update.device)
+        for key, moments in found.items():
+            total[key] = exact.plus(total.get(key, {}), moments, update.weight)
+            weight[key] = weight.get(key, exact.Number()).plus(update.weight)
         return Measured(total, weight)
 
     def step(state: State, total: Measured | None) -> State:
         after = replace(state, settled=state.settled + 1)
-        for key, sums in total.total.items() if total else ():
-            weight = total.weight[key]  # type: ignore[union-attr]
+        for key, totals in total.total.items() if total else ():
+            weight = float(total.weight[key])  # type: ignore[union-attr]
             if not weight:
                 continue
-            found = {}
+            found, sums = {}, exact.values(totals)
             for name, array in sums.items():
                 value = array / weight
                 if name.endswith("running_var"):
@@ -157,8 +162,8 @@ def _mean_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.running_mean"
 
 
-def _moments(so_far: Tensors | None, sent: Tensors, update: Contribution) -> dict[str, np.ndarray]:
-    """Add one device's statistics to the sums.
+def _moments(sent: Tensors, device: str) -> dict[str, np.ndarray]:
+    """One device's statistics as moments, which may be added up: float64.
 
     Raises:
         UpdateError: a variance is below 0.
@@ -168,10 +173,9 @@ def _moments(so_far: Tensors | None, sent: Tensors, update: Contribution) -> dic
         value = array.astype(np.float64)
         if name.endswith("running_var"):
             if (value < 0).any():
-                raise UpdateError(f"{update.device} sent {name!r} with values below 0: it is a variance")
+                raise UpdateError(f"{device} sent {name!r} with values below 0: it is a variance")
             value = value + np.square(sent[_mean_of(name)].astype(np.float64))
-        share = np.asarray(value * update.weight)
-        found[name] = share if so_far is None else so_far[name] + share
+        found[name] = np.asarray(value)
     return found
 
 

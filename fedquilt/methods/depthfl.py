@@ -27,7 +27,20 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task, expects
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Hooks,
+    Order,
+    Site,
+    Step,
+    Task,
+    adds_up,
+    expects,
+)
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
@@ -168,6 +181,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
+@adds_up(Counted)
 @expects(fedavg.part)
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     """Add an update to the sums entry by entry; its part is recognised by the tensors' shapes."""

@@ -5,8 +5,8 @@ AISTATS 2017 (arXiv 1602.05629), Algorithm 1.
 
 Deviations: integer tensors (batch norm's `num_batches_tracked`, an int64 array of shape ()) are counters and not
 averaged: the largest is kept, so that a counter grows in every round by the steps of the device that took the most.
-An update whose tensors have other types than those sent, or are too large to add up, is refused. The sum runs
-in float64, in sorted order of devices.
+An update whose tensors have other types than those sent, or are too large to add up, is refused. The sum is exact
+(`fedquilt.exact`): its bits do not depend on the order of the devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import footprint, layer_costs, tensors
+from fedquilt import exact, footprint, layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -37,6 +37,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
+    adds_up,
     checked_by,
     expects,
     same_for_all,
@@ -85,10 +86,15 @@ class State:
 
 @dataclass(frozen=True)
 class Sum:
-    """Sums of a round: sum_k n_k * x_k and sum_k n_k."""
+    """Sums of a round: sum_k n_k * x_k and sum_k n_k; of nobody without arguments."""
 
-    total: Mapping[str, np.ndarray]
-    weight: float
+    total: dict[str, exact.Total] = field(default_factory=dict)
+    weights: exact.Number = exact.Number()
+
+    @property
+    def weight(self) -> float:
+        """sum_k n_k."""
+        return float(self.weights)
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
@@ -224,57 +230,38 @@ def require(state: State, update: Contribution) -> None:
     tensors.require_same(update.bundles.get("model", {}), state.model)
 
 
+@adds_up(Sum)
 @expects(whole)
 @checked_by(require)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update to the sums, weighted by its examples, in place; errors as of `require`."""
     require(state, update)
-    model = update.bundles["model"]
-    if so_far is None:
-        return Sum({name: share(array, update.weight) for name, array in model.items()}, update.weight)
-    for name, array in model.items():
-        increase(so_far.total[name], array, update.weight)
-    return Sum(so_far.total, so_far.weight + update.weight)
-
-
-def share(array: np.ndarray, weight: float) -> np.ndarray:
-    """An array's share of a sum: in float64, times the weight; of a counter the counter. Always an array of its own."""
-    return np.array(array) if array.dtype.kind in "iu" else np.asarray(np.multiply(array, weight, dtype=np.float64))
-
-
-def increase(total: np.ndarray, array: np.ndarray, weight: float) -> None:
-    """Add an array's share to a sum in place; of a counter the larger is kept."""
-    if total.dtype.kind in "iu":
-        np.maximum(total, array, out=total)
-    else:
-        np.add(total, share(array, weight), out=total)
+    so_far = so_far or Sum()
+    return Sum(exact.plus(so_far.total, update.bundles["model"], update.weight), so_far.weights.plus(update.weight))
 
 
 def step(state: State, total: Sum | None) -> State:
     """Replace the model by the weighted mean; unchanged if nobody answered."""
     if total is None or total.weight == 0:
         return state
-    return replace(state, model=settled(total, state.model))
-
-
-def settled(total: Sum, like: Tensors) -> dict[str, np.ndarray]:
-    """`cast(mean(total), like)`, one tensor after the other."""
-    return {name: cast(mean(Sum({name: array}, total.weight)), like)[name] for name, array in total.total.items()}
+    weight = total.weight
+    model = {name: divided(total.total.pop(name), weight).astype(state.model[name].dtype) for name in list(total.total)}
+    return replace(state, model=model)
 
 
 def mean(total: Sum) -> dict[str, np.ndarray]:
     """Mean sum_k n_k * x_k / sum_k n_k in float64; counters as they are."""
-    return dict(tensors.combine(lambda a: a if a.dtype.kind in "iu" else a / total.weight, total.total))
+    return {name: divided(each, total.weight) for name, each in total.total.items()}
+
+
+def divided(total: exact.Total, weight: float) -> np.ndarray:
+    """A sum divided by its weight, in float64; a counter as it is."""
+    return total.value() if total.counter else np.asarray(total.value() / weight)
 
 
 def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
     """Convert the tensors to the types of `like`."""
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
-
-
-def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Sum of two sums, or the larger of two counters; always an array, also where numpy makes scalars of arrays."""
-    return np.asarray(np.maximum(a, b) if a.dtype.kind in "iu" else a + b)
 
 
 def learned(model: Tensors) -> list[str]:

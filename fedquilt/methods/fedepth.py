@@ -39,6 +39,7 @@ from fedquilt.core import (
     Step,
     Task,
     Work,
+    adds_up,
     expects,
 )
 from fedquilt.methods import depthfl, fedavg, heterofl
@@ -194,6 +195,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
+@adds_up(Counted)
 @expects(fedavg.part)
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     """Add an update entry by entry; the links it carries follow from its number of groups."""

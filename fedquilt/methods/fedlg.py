@@ -23,7 +23,19 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Expected, Order, Site, Task, UpdateError, expects
+from fedquilt.core import (
+    Answer,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Expected,
+    Order,
+    Site,
+    Task,
+    UpdateError,
+    adds_up,
+    expects,
+)
 from fedquilt.methods import fedavg, fedrep, parfed
 
 
@@ -86,6 +98,7 @@ def taken(state: State) -> Expected:
     return Expected({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
+@adds_up(fedavg.Sum)
 @expects(taken)
 def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
     """Add an update to the sums: models, or in the first rounds gradient sizes."""

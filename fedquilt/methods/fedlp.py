@@ -13,14 +13,14 @@ trains all layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers
-from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError, expects
+from fedquilt import exact, layers
+from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError, adds_up, expects
 from fedquilt.methods import fedavg
 
 
@@ -35,7 +35,7 @@ class Params(fedavg.Params):
 class Sum(fedavg.Sum):
     """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
 
-    weights: Mapping[str, float]
+    senders: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
 def units(model: Tensors) -> dict[str, tuple[str, ...]]:
@@ -56,6 +56,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
+@adds_up(Sum)
 @expects(fedavg.part)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add the layers that an update carries to their sums."""
@@ -64,12 +65,10 @@ def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     model = update.bundles["model"]
     came = {name for names in units(state.model).values() if not model.keys().isdisjoint(names) for name in names}
     like = replace(state, model={name: state.model[name] for name in sorted(came)})
-    one = fedavg.fold(like, None, update)
-    total, weights = (dict(so_far.total), dict(so_far.weights)) if so_far else ({}, {})
-    for name, array in one.total.items():
-        total[name] = fedavg.join(total[name], array) if name in total else array
-        weights[name] = weights.get(name, 0.0) + update.weight
-    return Sum(total, update.weight + (so_far.weight if so_far else 0.0), weights)
+    so_far = so_far or Sum()
+    one = fedavg.fold(like, so_far, update)
+    senders = {name: so_far.senders.get(name, exact.Number()).plus(update.weight) for name in like.model}
+    return Sum(one.total, one.weights, {**so_far.senders, **senders})
 
 
 def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
@@ -77,9 +76,9 @@ def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}
-    for name, weight in total.weights.items():
-        if weight:
-            mean |= fedavg.mean(fedavg.Sum({name: total.total[name]}, weight))
+    for name, weight in total.senders.items():
+        if float(weight):
+            mean[name] = fedavg.divided(total.total[name], float(weight))
     return replace(state, model={**state.model, **fedavg.cast(mean, state.model)})
 
 

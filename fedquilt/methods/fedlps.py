@@ -36,6 +36,7 @@ from fedquilt.core import (
     Site,
     Step,
     Task,
+    adds_up,
     expects,
 )
 from fedquilt.methods import _by_width, fedavg, heterofl
@@ -148,6 +149,7 @@ def check(task: Task, site: Site) -> Any:
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
+@adds_up(Sum)
 @expects(fedavg.part)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's predictor entries to the sums of its ratio."""

@@ -10,7 +10,7 @@ a_i is tau_i for plain SGD and (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho)
 
 Deviations: with Nesterov's momentum a_i = tau + rho times that. a_i ignores weight decay and
 clipping. Batch norm's statistics are averaged by p_i. Written as one weighted mean of the models
-and x, so that a round's sum is one model.
+and x, so that a round's sum is one model. A model's factor n_i / a_i is rounded to float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.core import Contribution, expects
+from fedquilt import exact, tensors
+from fedquilt.core import Contribution, adds_up, expects
 from fedquilt.methods import fedavg
 
 
@@ -39,8 +40,8 @@ class Params(fedavg.Params):
 class Sum(fedavg.Sum):
     """Sums: n_i y_i / a_i of learned tensors, n_i y_i of statistics, and the three divisors."""
 
-    inverse: float  # sum_i n_i / a_i
-    lengths: float  # sum_i n_i a_i
+    inverse: exact.Number = exact.Number()  # sum_i n_i / a_i
+    lengths: exact.Number = exact.Number()  # sum_i n_i a_i
 
 
 def length(steps: float, params: Mapping[str, Any]) -> float:
@@ -52,18 +53,20 @@ def length(steps: float, params: Mapping[str, Any]) -> float:
     return steps + rho * heavy if params["nesterov"] else heavy
 
 
+@adds_up(Sum)
 @expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update to the sums, divided by its a_i."""
-    a = length(fedavg.steps_of(update), state.params)
-    one = fedavg.fold(state, None, update)
-    scaled = dict(one.total)
-    for name in fedavg.learned(state.model):
-        scaled[name] = scaled[name] / a
-    if so_far is None:
-        return Sum(scaled, one.weight, one.weight / a, one.weight * a)
-    total = {name: fedavg.join(so_far.total[name], array) for name, array in scaled.items()}
-    return Sum(total, so_far.weight + one.weight, so_far.inverse + one.weight / a, so_far.lengths + one.weight * a)
+    """Add an update to the sums, divided by its a_i, in place."""
+    weight, a = update.weight, length(fedavg.steps_of(update), state.params)
+    model, learned = update.bundles.get("model", {}), set(fedavg.learned(state.model))
+    tensors.require_same(model, state.model)
+    so_far = so_far or Sum()
+    total = {
+        name: exact.add(so_far.total.get(name), array, weight / a if name in learned else weight)
+        for name, array in model.items()
+    }
+    inverse, lengths = so_far.inverse.plus(weight / a), so_far.lengths.plus(weight * a)
+    return Sum(total, so_far.weights.plus(weight), inverse, lengths)
 
 
 def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
@@ -71,9 +74,9 @@ def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
     if total is None or total.weight == 0:
         return state
     model = fedavg.mean(total)
-    effective = total.lengths / total.weight
+    effective = float(total.lengths) / total.weight
     for name in fedavg.learned(state.model):
-        kept = 1 - effective * total.inverse / total.weight
+        kept = 1 - effective * float(total.inverse) / total.weight
         model[name] = kept * state.model[name].astype(np.float64) + effective * model[name]
     return replace(state, model=fedavg.cast(model, state.model))
 

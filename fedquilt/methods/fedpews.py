@@ -30,7 +30,7 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import exact, tensors
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -96,8 +96,8 @@ class State(fedavg.State):
 class Covered:
     """Sums of a warm-up round over devices: weighted covered entries, and the weights that cover them."""
 
-    total: Mapping[str, np.ndarray]  # sum_i n_i x_i m_i; counters: the largest
-    cover: Mapping[str, np.ndarray]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
+    total: Mapping[str, exact.Total]  # sum_i n_i x_i m_i; counters: the largest
+    cover: Mapping[str, exact.Total]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
     published: Mapping[str, np.ndarray]
 
 
@@ -250,7 +250,7 @@ def _probable(values: np.ndarray) -> bool:
 def add(
     state: State, so_far: Covered | None, update: Contribution, neurons: np.ndarray, told: Mapping[str, np.ndarray]
 ) -> Covered:
-    """Add one device's covered entries to the sums; `neurons` is its mask (h,).
+    """Add one device's covered entries to the sums, in place; `neurons` is its mask (h,).
 
     Raises:
         UpdateError: the entries are not those that its mask covers, or not finite.
@@ -261,13 +261,10 @@ def add(
     marks = masks.covered(state.plan, neurons)
     model, weight = masks.put(sent, marks), weight_of(state, update)
     tensors.require_same(model, state.model)
-    total = {k: v if v.dtype.kind in "iu" else v.astype(np.float64) * weight for k, v in model.items()}
     cover = {k: marks[k] * weight if k in marks else np.full((1,) * v.ndim, weight) for k, v in model.items()}
-    if so_far is None:
-        return Covered(total, cover, dict(told))
-    total = {name: fedavg.join(so_far.total[name], array) for name, array in total.items()}
-    cover = {name: so_far.cover[name] + array for name, array in cover.items()}
-    return Covered(total, cover, {**so_far.published, **told})
+    so_far = so_far or Covered({}, {}, {})
+    total = exact.plus(so_far.total, model, weight)
+    return Covered(total, exact.plus(so_far.cover, cover), {**so_far.published, **told})
 
 
 def step(state: State, total: Covered | fedavg.Sum | None) -> State:
@@ -280,7 +277,7 @@ def step(state: State, total: Covered | fedavg.Sum | None) -> State:
         return replace(state, model=fedavg.cast(found, state.model), round=state.round + 1, published={})
     found, reached, entries = {}, 0, 0
     for name, before in state.model.items():
-        cover, given = total.cover[name], total.total[name]
+        cover, given = total.cover[name].value(), total.total[name].value()
         if before.dtype.kind in "iu":
             found[name] = given
             continue

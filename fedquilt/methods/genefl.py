@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, tensors
+from fedquilt import exact, layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -117,9 +117,9 @@ class Sum:
     """Sums of a round by cluster, and its fingerprints."""
 
     fingerprints: Mapping[str, np.ndarray]
-    totals: Mapping[str, Mapping[str, np.ndarray]]  # cluster -> tensor -> sum over devices
+    totals: Mapping[str, Mapping[str, exact.Total]]  # cluster -> tensor -> sum over devices
     counts: Mapping[str, Mapping[str, int]]  # cluster -> layer -> devices that sent it
-    accuracy: float = 0.0  # summed over `told` devices
+    accuracy: exact.Number = exact.Number()  # summed over `told` devices
     told: int = 0  # devices that reported an accuracy
 
 
@@ -275,17 +275,15 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     accuracy = update.metrics.get("personal")
     if accuracy is not None and not 0 <= accuracy <= 1:
         raise UpdateError(f"{update.device} says that its accuracy is {accuracy:g}, not 0 to 1")
-    total, count = dict(so_far.totals.get(key, {})), dict(so_far.counts.get(key, {}))
-    for name, array in gene.items():
-        value = array.astype(np.float64)
-        total[name] = fedavg.join(total[name], value) if name in total else value
+    values = {name: array.astype(np.float64) for name, array in gene.items()}  # of counters the mean too
+    total, count = exact.plus(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
     for layer in sent:
         count[layer] = count.get(layer, 0) + 1
     return replace(
         so_far,
         totals={**so_far.totals, key: total},
         counts={**so_far.counts, key: count},
-        accuracy=so_far.accuracy + (accuracy or 0.0),
+        accuracy=so_far.accuracy.plus(accuracy or 0.0),
         told=so_far.told + (accuracy is not None),
     )
 
@@ -335,7 +333,10 @@ def _averaged(state: State, total: Sum) -> State:
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
         new = {
-            layer: {name: np.asarray(sums[name] / count).astype(old.dtype) for name, old in state.first[layer].items()}
+            layer: {
+                name: np.asarray(sums[name].value() / count).astype(old.dtype)
+                for name, old in state.first[layer].items()
+            }
             for layer, count in counts.items()
         }
         clusters[k] = {**clusters[k], **new}
@@ -348,7 +349,7 @@ def _shrunk(state: State, total: Sum) -> State:
     """State with L_t lowered by one every `shrink_every` rounds while mean accuracy is near its best."""
     if not total.counts:
         return state  # nobody trained
-    recent = (*state.recent, total.accuracy / total.told) if total.told else state.recent
+    recent = (*state.recent, float(total.accuracy) / total.told) if total.told else state.recent
     state = replace(state, recent=recent, waited=state.waited + 1)
     if state.waited < state.params["shrink_every"]:
         return state

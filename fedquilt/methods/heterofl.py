@@ -48,6 +48,7 @@ from fedquilt.core import (
     Task,
     Tensors,
     UpdateError,
+    adds_up,
     expects,
 )
 from fedquilt.methods import fedavg
@@ -233,6 +234,7 @@ def taken(state: State) -> Expected:
     return Expected({"model": state.model, "classes": held}, whole=False)
 
 
+@adds_up(Sum)
 @expects(taken)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's part to the sums; its rows of missing classes do not count."""

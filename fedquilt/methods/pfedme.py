@@ -31,6 +31,7 @@ from fedquilt.core import (
     Step,
     Task,
     Tensors,
+    adds_up,
     expects,
     same_for_all,
 )
@@ -101,6 +102,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
 
 
+@adds_up(fedavg.Sum)
 @expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
     """Add an update; every device counts alike."""

@@ -20,14 +20,13 @@ sides' variates from the received y it falls from round to round. "fp16" and "in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Final
 
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import exact, tensors
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -38,6 +37,7 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
+    adds_up,
     checked_by,
     expects,
     same_for_all,
@@ -75,8 +75,8 @@ class State(fedavg.State):
 class Sum(fedavg.Sum):
     """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
 
-    slopes: Mapping[str, np.ndarray]
-    new: int  # devices that answered for the first time
+    slopes: dict[str, exact.Total] = field(default_factory=dict)
+    new: int = 0  # devices that answered for the first time
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
@@ -118,24 +118,20 @@ def require(state: State, update: Contribution) -> None:
     fedavg.require(state, update)
 
 
+@adds_up(Sum)
 @expects(fedavg.whole)
 @checked_by(require)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update's model, and its mean gradient recovered from the path x - y, in place; errors as of `require`."""
     require(state, update)
     path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
-    total, slopes = (dict(so_far.total), dict(so_far.slopes)) if so_far else ({}, {})
-    for name, given in update.bundles["model"].items():
-        if so_far is None:
-            total[name] = fedavg.share(given, 1.0)
-        else:
-            fedavg.increase(total[name], given, 1.0)
+    so_far = so_far or Sum()
+    total, slopes = so_far.total, so_far.slopes
+    for name, given in update.bundles["model"].items():  # one at a time: a large update is on the disk
+        total = exact.plus(total, {name: given})
         if name in state.control:
-            slope = np.asarray(np.subtract(state.model[name], given, dtype=np.float64))
-            np.divide(slope, path, out=slope)
-            slopes[name] = slope if so_far is None else np.add(slopes[name], slope, out=slopes[name])
-    weight, new = (so_far.weight, so_far.new) if so_far else (0.0, 0)
-    return Sum(total, weight + 1.0, slopes, new + int(update.metrics["new"]))
+            slopes = exact.plus(slopes, {name: (state.model[name].astype(np.float64) - given) / path})
+    return Sum(total, so_far.weights.plus(1.0), slopes, so_far.new + int(update.metrics["new"]))
 
 
 def step(state: State, total: Sum | None) -> State:
@@ -144,17 +140,16 @@ def step(state: State, total: Sum | None) -> State:
         return state
     before = max(state.known, state.params["devices"])
     after = max(state.known + total.new, state.params["devices"])
-    rate, model, control = state.params["server_lr"], dict[str, np.ndarray](), dict[str, np.ndarray]()
-    for name, array in total.total.items():
-        model |= fedavg.mean(fedavg.Sum({name: array}, total.weight))
-        if name in state.control:
-            model[name] = (1 - rate) * state.model[name] + rate * model[name]
-            old = state.control[name].astype(np.float64)
+    weight, rate, model, control = total.weight, state.params["server_lr"], dict(state.model), dict(state.control)
+    for name in list(total.total):
+        mean = fedavg.divided(total.total.pop(name), weight)
+        if name in control:
+            mean = (1 - rate) * state.model[name] + rate * mean
+            old = control[name].astype(np.float64)
             # the mean of all c_i: those of the round have moved by their slope less c
-            moved = (before * old + total.slopes[name] - total.weight * old) / after
+            moved = (before * old + total.slopes.pop(name).value() - weight * old) / after
             control[name] = np.asarray(moved).astype(state.control[name].dtype)
-        model |= fedavg.cast({name: model[name]}, state.model)
-    control = {name: control[name] for name in state.control}
+        model[name] = np.asarray(mean).astype(state.model[name].dtype)
     return replace(state, model=model, control=control, known=state.known + total.new)
 
 

@@ -9,20 +9,32 @@ A package with a method calls them in its own tests, or runs `fedquilt conforman
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import methods, metrics, progress, tensors
+from fedquilt import exact, methods, metrics, progress, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Answer, Bundle, Contribution, FedquiltError, JobError, Method, ModelError, Site, UpdateError
+from fedquilt.core import (
+    Answer,
+    Bundle,
+    Contribution,
+    FedquiltError,
+    JobError,
+    Method,
+    ModelError,
+    Site,
+    UpdateError,
+    summed,
+)
 from fedquilt.testing.scenes import (
     MIXED,
     NETWORKS,
@@ -200,7 +212,8 @@ def an_update_that_is_not_what_was_asked_for_is_refused(name: str) -> None:
     refused = 0
     phases = {getattr(state, "phase", ""): (state, update) for state, update in folded if update.bundles}
     for state, update in phases.values():
-        good = tensors.pack(here.method.fold(state, None, update))
+        sum_of_one = here.method.fold(state, None, update)
+        good = tensors.pack(sum_of_one)
         for what, bad in spoiled(update):
             try:
                 total = here.method.fold(state, None, bad)
@@ -209,7 +222,37 @@ def an_update_that_is_not_what_was_asked_for_is_refused(name: str) -> None:
             else:
                 assert "stranger" in what, f"folded, though {what}"
                 assert tensors.pack(total) == good, what
+                continue
+            with contextlib.suppress(UpdateError):
+                here.method.fold(state, sum_of_one, replace(bad, device="zz-another"))
+            assert tensors.pack(sum_of_one) == good, f"a refused update is in the sum: {what}"
     assert refused >= 6 or not phases  # a method that sends no tensors has none to refuse
+
+
+def what_adds_up_does_so_in_any_order_and_in_groups(name: str) -> None:
+    """Each round's updates in turn, backwards, and as two sites' sums that were stored and merged: the same bits.
+
+    Raises:
+        Skipped: the method's sums depend on the order of devices (`core.adds_up`).
+    """
+    here, _, folded, _ = played(name)
+    fold, kind = here.method.fold, summed(here.method.fold)
+    if kind is None:
+        raise Skipped("its sums are made in sorted order of devices, and are not merged")
+
+    def total(updates: Sequence[Contribution]) -> Any:
+        return reduce(lambda so_far, update: fold(state, so_far, update), updates, None)
+
+    for number in sorted({update.round for _, update in folded}):
+        state = next(state for state, update in folded if update.round == number)
+        updates = [update for _, update in folded if update.round == number]
+        wanted = tensors.pack(here.method.step(state, total(updates)))
+        assert tensors.pack(here.method.step(state, total(updates[::-1]))) == wanted, "another order, other bits"
+        one, *others = (tensors.pack(total(some)) for some in (updates[1::2], updates[::2]) if some)
+        merged: Any = tensors.unpack(one, kind)
+        for other in others:
+            merged = exact.join(merged, tensors.unpack(other, kind))
+        assert tensors.pack(here.method.step(state, merged)) == wanted, "other groups, other bits"
 
 
 def what_a_round_adds_up_does_not_grow_with_its_devices(name: str, each_bytes: int = 0) -> None:
@@ -280,6 +323,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     folding_and_stepping_change_no_state,
     updates_go_up_in_16_bits_unless_the_method_is_exact,
     an_update_that_is_not_what_was_asked_for_is_refused,
+    what_adds_up_does_so_in_any_order_and_in_groups,
     what_a_round_adds_up_does_not_grow_with_its_devices,
     nothing_private_is_in_an_update,
     what_is_received_is_left_as_it_was,

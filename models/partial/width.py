@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fedquilt import tensors, tiers
+from fedquilt import exact, tensors, tiers
 from fedquilt.core import ModelError, Profile, Tensors, UpdateError
 from fedquilt.models.partial.masks import Plan
 
@@ -106,32 +106,24 @@ def lighter(model: Tensors, part: Tensors) -> tuple[float, float]:
 class Counted:
     """Of every entry sum_k n_k x_k and sum_k n_k over the devices that sent it, in the whole network's shapes."""
 
-    total: dict[str, np.ndarray]  # float64; counters: the largest
-    weight: dict[str, np.ndarray]  # float64
+    total: dict[str, exact.Total] = field(default_factory=dict)  # counters: the largest
+    weight: dict[str, exact.Total] = field(default_factory=dict)
 
 
 def add(model: Tensors, so_far: Counted | None, sent: Tensors, at: Places, weight: float) -> Counted:
-    """A device's sub-model added to a round's sums.
+    """A device's sub-model added to a round's sums, in place.
 
     Raises:
         UpdateError: it does not have the names, shapes and types of `cut(model, at)`, or is too large to be added up.
     """
     tensors.require_same(sent, shapes(model, at))
-    total = dict(so_far.total) if so_far else {}
-    weights = dict(so_far.weight) if so_far else {}
+    so_far = so_far or Counted()
+    total, weights = dict(so_far.total), dict(so_far.weight)
     for name, place in at.items():
-        index, counter = _index(place), sent[name].dtype.kind in "iu"
-        held = (
-            total[name].copy() if name in total else np.zeros(model[name].shape, sent[name].dtype if counter else None)
-        )
-        many = weights[name].copy() if name in weights else np.zeros(model[name].shape)
-        if counter:
-            held[index] = np.maximum(held[index], sent[name])
-        else:
-            share = sent[name].astype(np.float64) * weight
-            held[index] = np.where(many[index] > 0, held[index] + share, share)
-        many[index] += weight
-        total[name], weights[name] = held, many
+        share, many = np.zeros_like(model[name]), np.zeros(model[name].shape)
+        share[_index(place)], many[_index(place)] = sent[name], weight
+        total[name] = exact.add(total.get(name), share, weight)
+        weights[name] = exact.add(weights.get(name), many)
     return Counted(total, weights)
 
 
@@ -144,8 +136,8 @@ def close(model: Tensors, counted: Counted | None) -> dict[str, np.ndarray]:
     """Of every entry the mean over who sent it; where nobody did, it is as it was."""
     found = dict(model)
     for name, total in counted.total.items() if counted else ():
-        weight = counted.weight[name]  # type: ignore[union-attr]
-        mean = total if total.dtype.kind in "iu" else total / np.where(weight > 0, weight, 1.0)
+        weight = counted.weight[name].value()  # type: ignore[union-attr]
+        mean = total.value() if total.counter else total.value() / np.where(weight > 0, weight, 1.0)
         found[name] = np.where(weight > 0, mean, model[name]).astype(model[name].dtype)
     return found
 

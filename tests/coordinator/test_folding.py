@@ -18,32 +18,53 @@ def update(device: str, weight: float = 1.0) -> Update:
     )
 
 
-def folded(*devices: str) -> Folding:
-    made = Folding()
+def folded(*devices: str, any_order: bool = False) -> Folding:
+    made = Folding(any_order)
     for device in devices:
-        assert made.follows(device)
+        assert made.foreseen(device)
         made.take(device, folding.told(update(device)), (*(made.total or ()), device))
     return made
 
 
+def left(made: Folding, *devices: str, **others: Update) -> tuple[object, list[str]]:
+    """Devices left to fold, and the sum that they are added to."""
+    found = made.left({name: update(name) for name in devices} | others)
+    return made.total, found
+
+
 def test_the_sum_of_the_first_is_gone_on_with() -> None:
-    answered = {name: update(name) for name in ("c", "a", "b")}
-    assert folded("a", "b").of(answered) == (("a", "b"), ["c"])
-    assert folded("a", "b", "c").of(answered) == (("a", "b", "c"), [])
-    assert folded().of(answered) == (None, ["a", "b", "c"])
+    assert left(folded("a", "b"), "c", "a", "b") == (("a", "b"), ["c"])
+    assert left(folded("a", "b", "c"), "c", "a", "b") == (("a", "b", "c"), [])
+    assert left(folded(), "c", "a", "b") == (None, ["a", "b", "c"])
 
 
 def test_all_are_folded_anew_when_one_is_missing_or_another_than_it_was_told() -> None:
-    assert folded("a", "b").of({"b": update("b"), "c": update("c")}) == (None, ["b", "c"])
-    assert folded("a", "c").of({name: update(name) for name in "abc"}) == (None, ["a", "b", "c"])
-    assert folded("a").of({"a": update("a", weight=2.0)}) == (None, ["a"])
+    assert left(folded("a", "b"), "b", "c") == (None, ["b", "c"])
+    assert left(folded("a", "c"), "a", "b", "c") == (None, ["a", "b", "c"])
+    assert left(folded("a"), a=update("a", weight=2.0)) == (None, ["a"])
+
+
+def test_what_adds_up_in_any_order_is_folded_as_it_comes_and_anew_only_when_it_does_not_count() -> None:
+    assert left(folded("c", "a", any_order=True), "a", "b", "c") == (("c", "a"), ["b"])
+    assert left(folded("c", "a", any_order=True), "a", "b") == (None, ["a", "b"])
+    assert left(folded("c", any_order=True), "a", c=update("c", weight=2.0)) == (None, ["a", "c"])
 
 
 def test_what_does_not_come_after_all_others_cannot_be_added() -> None:
     made = folded("b")
-    assert not made.follows("a")
-    assert not made.follows("b")
-    assert made.follows("c")
+    assert not made.foreseen("a")
+    assert not made.foreseen("b")
+    assert made.foreseen("c")
     assert made.holds(update("b"))
     assert not made.holds(update("b", weight=2.0))
     assert not made.holds(update("c"))
+
+
+def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order_does_not_matter() -> None:
+    answered = {"b": update("b")}
+    assert folded("b").follows("c", answered, {"c", "d"})
+    assert not folded("b").follows("d", answered, {"c", "d"})
+    assert not folded().follows("c", answered, {"c"})  # b has answered and is not folded
+    assert folded("b", any_order=True).follows("d", answered, {"c", "d"})
+    assert folded("b", any_order=True).follows("a", answered, {"a"})
+    assert not folded("b", any_order=True).follows("b", answered, {"b"})

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings, summing
-from fedquilt.coordinator.facts import Answered, Asked, Closed
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.mending import LostUpdateError
 from fedquilt.coordinator.store import Store
-from fedquilt.core import DeviceView, Order, Update, Usage, Work
+from fedquilt.core import BlobRef, Contribution, DeviceView, Method, Order, StoreError, Update, Usage, Work
 from fedquilt.methods import fedavg
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
@@ -25,11 +27,11 @@ TABLE = {"name": "j", "method": "fedavg", "rounds": 3}
 class Round:
     """A job whose devices are played by the test: it hands updates in and closes rounds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, table: Mapping[str, Any] = {}, method: Method = fedavg.METHOD) -> None:
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
         self.store = Store(folder / "home")
-        row = self.store.job(self.store.add(settings.parse(TABLE), folder / "bundle"))
-        self.job = Running(row, self.store, 0.0, methods.load("fedavg"))
+        row = self.store.job(self.store.add(settings.parse({**TABLE, **table}), folder / "bundle"))
+        self.job = Running(row, self.store, 0.0, method)
 
     def ask(self, devices: str) -> None:
         self.job.record(Asked(self.job.rounds.round, 0, tuple(devices)), 0.0)
@@ -70,12 +72,78 @@ def stage(tmp_path: Path) -> Iterator[Round]:
     made.store.close()
 
 
-def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_order(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+    """FedAvg's fold, which does not say that it adds up in any order of devices."""
+    return fedavg.fold(state, so_far, update)
+
+
+@pytest.fixture
+def ordered(tmp_path: Path) -> Iterator[Round]:
+    """A job whose updates are folded in order of devices."""
+    made = Round(tmp_path, method=replace(fedavg.METHOD, fold=in_order))
+    yield made
+    made.store.close()
+
+
+def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(
+    stage: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of the devices in order answers first; nothing is kept but the sum."""
+    read: list[str] = []
+    plain = stage.store.depot.load
+    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
+    stage.ask("dcba")
+    for index, device in enumerate("dcba"):
+        stage.take(device, float(index))
+    assert (len(read), stage.job._summing._read) == (4, {})
+    assert stage.commit() == 1.5
+    assert len(read) == 5  # the updates, and the state that the commit has stored
+
+
+def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three updates that a restart has left to fold, the last is gone from the disk; its device sends it again."""
+    stage.ask("abc")
+    for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
+        stage.take(device, value)
+    stage.job._summing._folding.forget()  # as after a restart
+    plain = stage.store.depot.load
+    gone = stage.job.rounds.answered["c"].bundles["model"].sha256
+    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: None if sha256 == gone else plain(sha256))
+    stage.job.record(Closed(0), 0.0)
+    with pytest.raises(LostUpdateError):
+        stage.job.committing(0.0)()
+    monkeypatch.setattr(stage.store.depot, "load", plain)
+    stage.job.record(Lost(0, "c", "gone"), 0.0)
+    stage.take("c", 6.0)
+    assert stage.commit() == 3.0
+
+
+def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full once, when what a codec has decoded is stored; its device offers it again."""
+    made = Round(tmp_path, {"wire": {"codec": "fp16"}})
+    made.ask("ab")
+    made.take("a", 1.0)
+    plain = made.store.depot.stow
+
+    def full(payload: bytes) -> BlobRef:
+        raise StoreError("no space left")
+
+    monkeypatch.setattr(made.store.depot, "stow", full)
+    with pytest.raises(StoreError):
+        made.take("b", 3.0)
+    monkeypatch.setattr(made.store.depot, "stow", plain)
+    made.take("b", 3.0)
+    assert made.commit() == 2.0
+    made.store.close()
+
+
+def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is folded at once is not kept; with room for two of the others, the commit reads two again.
 
-    The last of the devices in order answers first, so that nothing can be folded ahead; the room is there anew in the
-    next round.
+    The sums depend on the order of devices, and the last of them answers first, so that nothing can be folded ahead;
+    the room is there anew in the next round.
     """
+    stage = ordered
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(summing, "READ_BYTES", 2 * size + size // 2)
     read: list[str] = []

@@ -459,4 +459,4 @@ def test_a_round_nobody_answered_changes_nothing() -> None:
         state = begun(name)
         assert methods.load(name).step(state, None) is state
     state = begun(warmup=0)
-    assert fedpews.step(state, fedavg.Sum({}, 0.0)) is state
+    assert fedpews.step(state, fedavg.Sum()) is state

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
+from fedquilt import exact, methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Examples, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import genefl
@@ -76,9 +76,10 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
 def test_accuracy_that_falls_holds_the_schedule() -> None:
     """Below its best by more than the tolerance: as many layers as before; near it: one less."""
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
-    fell = genefl._shrunk(state, genefl.Sum({}, {}, {"0": {"1": 1}}, accuracy=1.4, told=2))
+    fell = genefl._shrunk(state, genefl.Sum({}, {}, {"0": {"1": 1}}, accuracy=exact.Number((1.4,)), told=2))
     assert (fell.size, fell.best, fell.waited, fell.recent) == (2, 0.8, 0, ())
-    rose = genefl._shrunk(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), genefl.Sum({}, {}, {"0": {"1": 1}}, 1.6, 2))
+    told = genefl.Sum({}, {}, {"0": {"1": 1}}, exact.Number((1.6,)), 2)
+    rose = genefl._shrunk(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
     assert (rose.size, rose.best) == (1, pytest.approx(0.8))
     silent = genefl._shrunk(replace(state, recent=()), genefl.Sum({}, {}, {"0": {"1": 1}}))
     assert silent.size == 1, "nobody has held-out examples: time alone counts"

@@ -91,10 +91,9 @@ def a_torn_private_file(patch: Patch) -> None:
     patch.setattr(SimDisk, "replace", torn)
 
 
-def the_order_of_folding(patch: Patch) -> None:
-    """Updates are folded as they have arrived."""
-    patch.setattr(Folding, "of", lambda self, updates: (None, list(updates)))
-    patch.setattr(Running, "_in_order", lambda self, device: False)
+def an_update_folded_twice(patch: Patch) -> None:
+    """A commit folds all updates, those too that are folded already."""
+    patch.setattr(Folding, "left", lambda self, updates: sorted(updates))
 
 
 def no_round_check(patch: Patch) -> None:
@@ -146,7 +145,7 @@ PLANTS: tuple[Callable[[Patch], None], ...] = (
     no_sync_of_folders,
     a_state_after_its_fact,
     a_torn_private_file,
-    the_order_of_folding,
+    an_update_folded_twice,
     no_round_check,
     no_chunk_hash,
     no_blob_hash,

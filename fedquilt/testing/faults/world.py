@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, FedquiltError, Method, Update
+from fedquilt.core import Contribution, FedquiltError, Method, Update, summed
 from fedquilt.edge_agent.remembered import Private, Remembered
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.testing.faults import schedule
@@ -221,18 +221,20 @@ class World:
         self._observe(id, fact)
 
     def _watched(self, name: str) -> Method:
-        """A method that holds whoever folds to the order of devices."""
+        """A method that holds whoever folds to each device once, and to their order unless its fold adds up in any."""
         method = next(truth.method for truth in self.truths.values() if truth.job.method == name)
-        last: dict[int, tuple[str, Any]] = {}  # by the identity of a sum, which is held here
+        folded: dict[int, tuple[frozenset[str], Any]] = {}  # by the identity of a sum, which is held here
+        any_order = summed(method.fold) is not None
 
         @wraps(method.fold)
         def fold(state: Any, total: Any, given: Contribution) -> Any:
-            before = last.get(id(total), ("", None))[0]
-            if before >= given.device:
-                raise BrokenError(f"{given.device}'s update was folded after {before}'s, in round {given.round}")
+            before = folded.get(id(total), (frozenset(), None))[0]
+            if given.device in before or (not any_order and max(before, default="") > given.device):
+                last = max(before)
+                raise BrokenError(f"{given.device}'s update was folded after {last}'s, in round {given.round}")
             found = method.fold(state, total, given)
             if found is not None and not isinstance(found, int | float | str | tuple):  # equal ones may be the same
-                last[id(found)] = (given.device, found)
+                folded[id(found)] = (before | {given.device}, found)
             return found
 
         return replace(method, fold=fold)

@@ -1,0 +1,141 @@
+"""Exact sums: whatever the order and the grouping, the bits are those of the real sum, rounded once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fedquilt import exact, tensors
+
+SIZES = pytest.mark.parametrize("size", [40, exact.SHORT + 7], ids=["small", "large"])
+
+
+def addends(size: int, spread: int, count: int = 20, seed: int = 0) -> list[np.ndarray]:
+    """Arrays (size,) float32 whose magnitudes differ by up to `spread` binary orders, of both signs."""
+    draws = np.random.default_rng(seed)
+    return [
+        (draws.normal(size=size) * 2.0 ** draws.uniform(-spread / 2, spread / 2, size)).astype(np.float32)
+        for _ in range(count)
+    ]
+
+
+def total(arrays: list[np.ndarray], weights: list[float]) -> exact.Total:
+    """Their sum, one after another."""
+    found = None
+    for array, weight in zip(arrays, weights, strict=True):
+        found = exact.add(found, array, weight)
+    assert found is not None
+    return found
+
+
+def real(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    """The sum of the float64 products, rounded once, entry by entry."""
+    products = np.array([array.astype(np.float64) * weight for array, weight in zip(arrays, weights, strict=True)])
+    return np.array([math.fsum(column) for column in products.T]) + 0.0
+
+
+@SIZES
+@pytest.mark.parametrize("spread", [4, 60, 120, 240])
+@pytest.mark.parametrize("weight", [lambda k: float(k + 1), lambda k: 1.0 / (k + 3)], ids=["whole", "broken"])
+def test_the_bits_are_those_of_the_real_sum_in_any_order(
+    size: int, spread: int, weight: Callable[[int], float]
+) -> None:
+    """Magnitudes from alike to 240 binary orders apart, where a sum in float64 loses most addends."""
+    arrays = addends(size, spread)
+    weights = [weight(k) for k in range(len(arrays))]
+    wanted = real(arrays, weights).tobytes()
+    assert total(arrays, weights).value().tobytes() == wanted
+    assert total(arrays[::-1], weights[::-1]).value().tobytes() == wanted
+
+
+@SIZES
+@pytest.mark.parametrize("spread", [4, 240])
+def test_groups_merge_into_the_same_bits(size: int, spread: int) -> None:
+    """Two sites, one of a single board, and a site of sites."""
+    arrays, weights = addends(size, spread), [float(k % 7 + 1) for k in range(20)]
+    wanted = total(arrays, weights).value().tobytes()
+    for cuts in ([1], [7], [3, 4, 15]):
+        groups = [total(list(some), weights[at : at + len(some)]) for at, some in parted(arrays, cuts)]
+        found = groups[-1]
+        for group in groups[:-1]:
+            found = exact.merge(found, group)
+        assert found.value().tobytes() == wanted
+
+
+def parted(arrays: list[np.ndarray], cuts: list[int]) -> list[tuple[int, list[np.ndarray]]]:
+    """Groups of neighbours, each with the index of its first."""
+    bounds = [0, *cuts, len(arrays)]
+    return [(start, arrays[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def test_numbers_that_cancel_leave_what_was_small() -> None:
+    """1e19 - 1e19 + 1e-30 is 1e-30, which a plain sum gives in no order but one; and 0 has no sign."""
+    arrays = [np.array([value, -0.0], np.float32) for value in (1e-30, 1e19, -1e19)]
+    found = total(arrays, [1.0] * 3).value()
+    assert found[0] == np.float64(np.float32(1e-30))
+    assert not np.signbit(found[1])
+    assert not np.signbit(total(arrays[:1], [1.0]).value()[1])
+
+
+def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart() -> None:
+    """A hundred boards' models of whole weights, then of broken ones; its arrays stay where they are."""
+    boards = [each * np.float32(0.05) for each in addends(exact.SHORT, 8, count=100)]
+    begun = exact.add(None, boards[0], 20.0)
+    found = begun
+    for k, board in enumerate(boards[1:]):
+        found = exact.add(found, board, float(20 + 13 * k))
+    assert sum(limb.nbytes for limb in found.limbs) == 12 * exact.SHORT
+    assert found.limbs[0] is begun.limbs[0] or np.shares_memory(found.limbs[0], begun.limbs[0])
+    broken = total(boards, [1 / (3 + k) for k in range(100)])
+    assert sum(limb.nbytes for limb in broken.limbs) == 16 * exact.SHORT
+
+
+def test_shapes_stay_and_of_counters_the_largest() -> None:
+    """An array without axes, one without entries, one of two axes, and counters."""
+    for shape in ((), (0,), (2, 3)):
+        found = total([np.full(shape, 0.1, np.float32)] * 3, [1.0, 2.0, 3.0])
+        assert found.shape == found.value().shape == shape
+        assert found.value().dtype == np.float64
+    counted = exact.add(exact.add(None, np.array(5)), np.array(3))
+    assert (counted.value(), counted.value().dtype, counted.counter) == (5, np.int64, True)
+    assert exact.merge(counted, exact.add(None, np.array(9))).value() == 9
+
+
+def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
+    """A sum has its own arrays: neither an addend nor a value changes with what is added later."""
+    one, count = np.ones(3), np.array(1)
+    found, counter = exact.add(None, one), exact.add(None, count)
+    value, most = found.value(), counter.value()
+    exact.add(found, one)
+    exact.add(counter, np.array(7))
+    assert (one.tolist(), value.tolist(), int(count), int(most)) == ([1, 1, 1], [1, 1, 1], 1, 1)
+
+
+def test_numbers_add_up_exactly_in_any_order() -> None:
+    """A tenth ten times, and numbers that cancel."""
+    tenth = exact.Number().plus(*[0.1] * 10)
+    assert float(tenth) == math.fsum([0.1] * 10) == 1.0
+    assert float(exact.Number().plus(1e100, 1.0, -1e100)) == 1.0
+    assert float(exact.Number().plus(1e100, 1.0).merged(exact.Number().plus(-1e100))) == 1.0
+    assert float(exact.Number()) == 0.0
+
+
+def test_sums_of_the_same_names_merge_and_others_stay() -> None:
+    """A site whose boards sent other layers."""
+    one = exact.plus({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
+    other = exact.plus({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
+    found = exact.values(exact.join(one, other))
+    assert {name: value.tolist() for name, value in found.items()} == {"a": [2, 2], "b": [5], "c": [3]}
+
+
+def test_a_sum_is_stored_in_every_bit() -> None:
+    """Packed and unpacked as the states of methods are."""
+    found = total(addends(9, 240), [1.0] * 20)
+    again = tensors.unpack(tensors.pack(found), exact.Total)
+    assert tensors.pack(again) == tensors.pack(found)
+    assert len(found.limbs) > 2
+    assert again.value().tobytes() == found.value().tobytes()

@@ -1,0 +1,12 @@
+"""`fedquilt bench sums`: on few entries, as it is run and printed."""
+
+from fedquilt.tools.bench import sums
+
+
+def test_it_prints_what_a_sum_costs_and_that_its_bits_stay() -> None:
+    result = sums.measure(entries=70_000, updates=4)
+    text = "\n".join(sums.lines(result))
+    assert result["figures"]["orders_and_groups_with_other_bits"]["reached"]
+    assert result["figures"]["bytes_an_entry"]["value"] == 12
+    assert "ns an entry" in text
+    assert max(map(len, text.splitlines())) <= 100

@@ -1,0 +1,106 @@
+"""`fedquilt bench sums`: what exact sums cost beside plain ones in float64.
+
+Updates of the size of ResNet-50 are added up by `fedquilt.exact`, and by numpy in float64 in place, which is the least
+that a sum takes; then updates of the small network of `bench coordinator`. The same updates are added up backwards and
+in two groups: the bits have to be the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from fedquilt import exact
+from fedquilt.tools.report.figures import figure, figure_lines
+
+ENTRIES: Final = 24_000_000  # 96 MB in float32
+SMALL: Final = ((64, 16), (16,), (16, 10), (10,))  # shapes of the small network's tensors
+UPDATES: Final = 4
+MOST_BYTES: Final = 16.0  # an entry: twice a float64
+
+
+def measure(entries: int = ENTRIES, updates: int = UPDATES) -> dict[str, Any]:
+    """Measure processor time of an update's sum, bytes of the sum, and whether its bits depend on the order.
+
+    Args:
+        entries: of the large update.
+        updates: number of large updates added up; small ones are 100 times as many.
+    """
+    exact_s, total = _seconds(_exact, entries, range(updates))
+    plain_s, _ = _seconds(_plain, entries, range(updates))
+    backwards = _seconds(_exact, entries, range(updates)[::-1])[1].value()
+    half = updates // 2
+    groups = [_seconds(_exact, entries, some)[1] for some in (range(half), range(half, updates))]
+    whole = total.value()
+    same = whole.tobytes() == backwards.tobytes() == exact.merge(*groups).value().tobytes()
+    return {
+        "entries": entries,
+        "exact_ns": 1e9 * exact_s / entries,
+        "plain_ns": 1e9 * plain_s / entries,
+        "small_us": {"exact": _small_us(_exact), "plain": _small_us(_plain)},
+        "figures": {
+            "bytes_an_entry": figure(sum(limb.nbytes for limb in total.limbs) / entries, MOST_BYTES, "bytes"),
+            "orders_and_groups_with_other_bits": figure(float(not same), 0.0, ""),
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result as text."""
+    small = result["small_us"]
+    return [
+        f"an update of {4e-6 * result['entries']:.0f} MB: {result['exact_ns']:.1f} ns an entry, "
+        f"in plain float64 {result['plain_ns']:.1f} ns",
+        f"an update of four small tensors: {small['exact']:.0f} us, in plain float64 {small['plain']:.0f} us",
+        *figure_lines(result),
+    ]
+
+
+def _seconds(add: Callable[[Any, np.ndarray, float], Any], entries: int, updates: range) -> tuple[float, Any]:
+    """Least processor time of one update, the first apart, and the sum of all."""
+    took: list[float] = []
+    total = None
+    for weight, update in _updates(entries, updates):
+        begun = time.process_time()
+        total = add(total, update, weight)
+        took.append(time.process_time() - begun)
+    return min(took[1:], default=took[0]), total
+
+
+def _updates(entries: int, which: range) -> Iterator[tuple[float, np.ndarray]]:
+    base = np.random.default_rng(0).normal(size=entries).astype(np.float32)
+    for k in which:  # as models differ: by a part of their own size, here and there by all of it
+        yield 20.0 + 13 * k, np.roll(base, k * k) * np.float32(0.05)
+
+
+def _exact(total: exact.Total | None, update: np.ndarray, weight: float) -> exact.Total:
+    return exact.add(total, update, weight)
+
+
+def _plain(total: np.ndarray | None, update: np.ndarray, weight: float) -> np.ndarray:
+    if total is None:
+        return update.astype(np.float64) * weight
+    total += update.astype(np.float64) * weight
+    return total
+
+
+def _small_us(add: Callable[[Any, np.ndarray, float], Any]) -> float:
+    """Microseconds of processor time of an update of small tensors."""
+    update = [np.full(shape, 0.1, np.float32) for shape in SMALL]
+    once = functools.partial(_all, add, update)
+    totals = once([None] * len(update))
+    best = []
+    for _ in range(5):
+        begun = time.process_time()
+        for _ in range(400):
+            totals = once(totals)
+        best.append((time.process_time() - begun) / 400)
+    return 1e6 * min(best)
+
+
+def _all(add: Callable[[Any, np.ndarray, float], Any], update: list[np.ndarray], totals: list[Any]) -> list[Any]:
+    return [add(total, array, 37.0) for total, array in zip(totals, update, strict=True)]
