@@ -88,7 +88,7 @@ class Beside:
         """Have the updates that count folded as they come, where they are large."""
         if self._large and not self._summing and self._served.job.waits_to_fold():
             self._summing = True
-            self._worker.start(self._served.job.folding(), self._folded)
+            self._worker.start(self._served.job.folding(self._worker.stored_at), self._folded)
 
     def _folded(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
         """Note that a sum is stored, and drop what is in it."""

@@ -294,9 +294,12 @@ class Running:
         """Whether updates that count could be folded now."""
         return self.rounds.phase == "open" and self._summing.waits(self.rounds)
 
-    def folding(self) -> Callable[[], Folded | None]:
-        """Function for a worker that folds them; it returns the fact that the sum is stored, if it has stored it."""
-        return partial(self._summing.carry_on, self.rounds)
+    def folding(self, stored_at: float) -> Callable[[], Folded | None]:
+        """Function for a worker that folds them; it returns the fact that the sum is stored, if it has stored it.
+
+        It does where updates of so many times the sum's bytes are in it that are on the disk too.
+        """
+        return partial(self._summing.carry_on, self.rounds, stored_at)
 
     def committing(self, now_s: float) -> Callable[[], Done]:
         """Function that folds what is left of the round's updates, and stores the state that follows.

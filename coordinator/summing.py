@@ -36,7 +36,6 @@ from fedquilt.core import (
 )
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
-STORED_AT: Final = 2  # times a sum's own bytes: so many of updates are folded when it is stored
 
 Base = Callable[[str], Tensors | None]
 """Tensors that a bundle's differences start from; None: it holds none. Raises UpdateError."""
@@ -147,7 +146,7 @@ class Summing:
         """Whether an update that counts can be folded now; in the loop, while no call is under way."""
         return "work" in rounds.actions and not self._folding.holds_all(folding.ready(rounds, self._exact))
 
-    def carry_on(self, rounds: Rounds) -> Folded | None:
+    def carry_on(self, rounds: Rounds, stored_at: float) -> Folded | None:
         """Fold what can be; returns the fact that the sum is stored, if so much has been folded that it is now.
 
         Raises:
@@ -160,7 +159,7 @@ class Summing:
         if not self._exact or not rounds.asked or not new_bytes:
             return None
         own_bytes = tensors.total_bytes([tensors.parts(self._folding.total)[0]])
-        if new_bytes < STORED_AT * own_bytes:
+        if new_bytes < stored_at * own_bytes:
             return None
         devices = tuple(sorted(update.device for update in folded))
         return Folded(rounds.round, devices, stored(self._depot, *tensors.parts(self._folding.total)))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
+STORED_AT: Final = 2.0
 LARGE_BYTES: Final = 4 << 20  # of a state or an update: from here on it is read, folded and stored beside the loop
 
 T = TypeVar("T")
@@ -27,6 +28,9 @@ class Worker(Protocol):
 
     large_bytes: float
     """Size of a state or an update from which on it is for the worker."""
+
+    stored_at: float
+    """Times an exact sum's own bytes: so many of updates are folded when it is stored, and they are dropped."""
 
     @property
     def idle(self) -> bool:
@@ -63,7 +67,7 @@ class Here:
     """
 
     def __init__(self, large_bytes: float = math.inf) -> None:
-        self.large_bytes = large_bytes
+        self.large_bytes, self.stored_at = large_bytes, STORED_AT
         self._ended: deque[tuple[Then[Any], Callable[[], Any]]] = deque()
 
     @property
@@ -100,7 +104,7 @@ class Thread:
     """
 
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
-        self.large_bytes = large_bytes
+        self.large_bytes, self.stored_at = large_bytes, STORED_AT
         self._begun: queue.SimpleQueue[tuple[Callable[[], Any], Then[Any]] | None] = queue.SimpleQueue()
         self._ended: deque[tuple[Then[Any], Callable[[], Any]]] = deque()
         self._open = 0  # pieces whose results have not been taken

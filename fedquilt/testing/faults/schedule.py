@@ -151,6 +151,7 @@ class Schedule(msgspec.Struct, frozen=True):
     jobs: int = 1
     also: str = ""  # method of the jobs after the first; "": the same
     payload: int = 1 << 20  # bytes of the largest message
+    beside_s: float = -1.0  # until the coordinator's worker has done something; below 0: nothing is large enough for it
     faults: tuple[AnyFault, ...] = ()
 
     @property
@@ -161,7 +162,7 @@ class Schedule(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> Schedule:
         """The same federation without faults, whatever is drawn."""
-        return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20)
+        return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20, beside_s=-1.0)
 
     def of(self, number: int) -> Schedule:
         """The same federation as one of its jobs sees it, by the job's number."""
@@ -254,7 +255,8 @@ def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Sched
     faults = tuple(roll.choice(every)(roll, base) for _ in range(count))
     if base.jobs > 1 or roll.random() < 0.2:  # jobs side by side, half of the time of different methods
         base = msgspec.structs.replace(base, jobs=2, also=roll.choice(["", roll.choice(methods)]))
-    return msgspec.structs.replace(base, faults=faults)
+    beside_s = roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0])
+    return msgspec.structs.replace(base, faults=faults, beside_s=beside_s)
 
 
 def _who(roll: random.Random, base: Schedule) -> str:

@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Folded
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Here, Then
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.disk import Place
 from fedquilt.edge_agent.agent import Agent
@@ -30,6 +31,8 @@ from fedquilt.testing.faults.broker import SimBroker, SimLink
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.truth import BOARD, BUDGET, Truth
+
+T = TypeVar("T")
 
 FLEET: Final = "sim"
 WORK_S: Final = 1.0  # of a task
@@ -72,6 +75,7 @@ class Side(ABC):
         self._fell: schedule.Crash | None = None
         self._disk = SimDisk(platter)
         self._starts = 0  # of tasks
+        self._beside_s = plan.beside_s
 
     def step(self, now_s: float) -> None:
         """Start the process if it is time, or let it do what is due; it may end by that."""
@@ -176,9 +180,41 @@ class WatchedStore(Store):
 
     def append(self, id: str, fact: AnyFact) -> None:
         """See `Store`."""
-        if isinstance(fact, Committed) and self.depot.ref(fact.state.sha256) is None:
-            raise BrokenError(f"{id}: the log names the state {fact.state.sha256[:12]} before it is stored")
+        named = fact.state if isinstance(fact, Committed) else fact.sum if isinstance(fact, Folded) else None
+        if named is not None and self.depot.ref(named.sha256) is None:
+            raise BrokenError(f"{id}: the log names {named.sha256[:12]} before it is stored")
         super().append(id, fact)
+
+
+class Beside(Here):
+    """A coordinator's worker on virtual time: a piece is done at once, and its result is taken later.
+
+    Args:
+        delay_s: until then; below 0: nothing is large enough for it.
+        now_s: tells the time.
+    """
+
+    def __init__(self, delay_s: float, now_s: Callable[[], float]) -> None:
+        super().__init__(math.inf if delay_s < 0 else 0)
+        self.stored_at = 0
+        self._delay_s, self._now_s, self.due_s = delay_s, now_s, math.inf
+
+    @property
+    def ended(self) -> bool:
+        """See `Worker`."""
+        return super().ended and self._now_s() >= self.due_s
+
+    def start(self, piece: Callable[[], T], then: Then[T]) -> None:
+        """See `Worker`."""
+        super().start(piece, then)
+        self.due_s = min(self.due_s, self._now_s() + self._delay_s)
+
+    def finish(self, now_s: float) -> bool:
+        """See `Worker`."""
+        if not self.ended:
+            return False
+        self.due_s = math.inf
+        return super().finish(now_s)
 
 
 class CoordinatorSide(Side):
@@ -195,7 +231,14 @@ class CoordinatorSide(Side):
         self._require_recorded()
         link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
-        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
+        self._worker = Beside(self._beside_s, lambda: self.broker.now_s)
+        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0, worker=self._worker)
+
+    def step(self, now_s: float) -> None:
+        """See `Side`; also when the worker has done something."""
+        super().step(now_s)
+        if self.inner is not None:
+            self.due_s = min(self.due_s, max(self._worker.due_s, now_s))
 
     def _noted(self, topic: str, payload: bytes) -> bytes:
         """What it sends, unchanged; acknowledgements are noted."""
