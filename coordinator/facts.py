@@ -230,11 +230,9 @@ class Rounds(msgspec.Struct, frozen=True):
     def actions(self) -> tuple[Action, ...]:
         """Actions of a task of this round."""
         every = 0 if self.plan.check_beside else self.plan.check_every
-        if self.settling:
-            return ("work",)
-        if self.over:
+        if self.over and not self.settling:
             return ("check",)
-        return ("check", "work") if every and self.counted % every == 0 else ("work",)
+        return ("check", "work") if not self.settling and every and self.counted % every == 0 else ("work",)
 
     @property
     def deadline_s(self) -> float:
@@ -252,8 +250,9 @@ class Rounds(msgspec.Struct, frozen=True):
     def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
         """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
         waited_s = now_s - self.asked_s.get(update.device, now_s)
-        expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point, update.usage.examples or 1)
-        return Answered(self.round, update, max(waited_s, update.usage.wall_s), expected_s)
+        usage = update.usage
+        expected_s = deadline.expected_s(ask.work, ask.profile, usage.point, usage.examples or 1)
+        return Answered(self.round, update, max(waited_s, usage.wall_s), expected_s)
 
 
 def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
@@ -295,13 +294,12 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Declined() | Rejected():
             declined = {**state.declined, fact.device: fact.reason}
             roll = state.roll - {fact.device} if isinstance(fact, Declined) else state.roll
-            refused, idle = state.refused, state.idle
+            refused, idle, asked = state.refused, state.idle, state.asked - {fact.device}
             if isinstance(fact, Declined) and LASTS.get(fact.code, "attempt") != "attempt":
                 known = Refused(fact.round, fact.code, fact.reason, frozenset(state.actions), fact.start, fact.short)
                 refused = {**refused, fact.device: known}
             if isinstance(fact, Declined) and fact.code == NOTHING:
                 idle = idle | {fact.device}
-            asked = state.asked - {fact.device}
             return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
         case Answered():
             device, took = fact.update.device, state.took

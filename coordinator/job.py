@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from fedquilt import bundle, tensor_files, tensors, tiers
+from fedquilt import bundle, tensors, tiers
 from fedquilt.coordinator import checks, manifest, mending, plausible, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
@@ -277,18 +277,7 @@ class Running:
         """Function that finds the tensors that an update's differences start from: blobs that this round has sent."""
         order = self._order(update.device, profile) if update.bases else None
         asked = {self._blob(value).sha256 for value in order.bundles.values()} if order else set()  # after a restart
-        sent, depot = asked | self._sent if update.bases else set(), self._store.depot
-
-        def base(name: str) -> Tensors | None:
-            sha256 = update.bases.get(name)
-            if sha256 is None:
-                return None
-            path = depot.path(sha256) if sha256 in sent else None
-            if path is None:
-                raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-            return tensor_files.Floats(path, depot.disk)  # one tensor at a time, as it is decoded
-
-        return base
+        return partial(summing.base, self._store.depot, update.bases, asked | self._sent if update.bases else set())
 
     def waits_to_fold(self) -> bool:
         """Whether updates that count could be folded now."""

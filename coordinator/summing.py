@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ from fedquilt.core import (
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 
 Base = Callable[[str], Tensors | None]
-"""Tensors that a bundle's differences start from; None: it holds none. Raises UpdateError."""
+"""`base` for the bundles of one update."""
 
 
 class Summing:
@@ -232,7 +232,28 @@ class Summing:
         return msgspec.structs.replace(update, bundles=refs, bases={})
 
 
-# -- storing --------------------------------------------------------------------------------------
+# -- reading and storing --------------------------------------------------------------------------------------
+
+
+def base(depot: Depot, bases: Mapping[str, str], sent: Set[str], name: str) -> Tensors | None:
+    """Tensors that a bundle's differences start from; None: it holds no differences.
+
+    Args:
+        depot: where they are.
+        bases: bundle -> sha256 of what it starts from, as the update names it.
+        sent: sha256 of the blobs that the running round has sent.
+        name: of the bundle.
+
+    Raises:
+        UpdateError: the round has not sent what it names.
+    """
+    sha256 = bases.get(name)
+    if sha256 is None:
+        return None
+    path = depot.path(sha256) if sha256 in sent else None
+    if path is None:
+        raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+    return tensor_files.Floats(path, depot.disk)  # one tensor at a time, as it is decoded
 
 
 def stored(
