@@ -165,7 +165,7 @@ class Models(Kind):
             for left in (part, whole):
                 disk.remove(left)
             disk.make(part)
-            file = MODEL if personal.about(blob, disk) is None else SHARED
+            file = MODEL if personal.task(blob, disk) is None else SHARED
             self._lay(blob, part / file)
             laid = Laid(model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial)
             disk.write(part / RELEASE, msgspec.json.encode(laid))
@@ -237,11 +237,11 @@ class Models(Kind):
         """What a model is put together of; None: it was sent as it is."""
         shared = model.with_name(SHARED)
         with doing(f"read {shared}"):
-            about = personal.about(shared, self._disk) if self._disk.is_file(shared) else None
-        if about is None:
+            task = personal.task(shared, self._disk) if self._disk.is_file(shared) else None
+        if task is None:
             return None
         self._forget(model.parent.name)
-        kept, mode = self._kept(about.job), 0o640 if self._shared else 0o600
+        kept, mode = self._kept(task.job), 0o640 if self._shared else 0o600
         return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost, mode)
 
     def checked(self) -> Verdict | None:

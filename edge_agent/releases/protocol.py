@@ -11,7 +11,7 @@ DONE: Final = 0.75  # and when they have ended; `Outcome.examples` is their numb
 
 
 class Parted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A network that is put together on this board: `fedquilt.personal`."""
+    """Files of a network that is put together on this board: `fedquilt.personal`."""
 
     shared: str  # file of what was sent
     device: str
