@@ -22,16 +22,16 @@ NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
 
 
 def assemble(order: Parted, model: Path, budget_bytes: int) -> str:
-    """Write the board's ONNX file, which is there once it is whole; says what should be known of it, or "".
+    """Write the board's ONNX file atomically; returns a note on the network, or "".
 
     Args:
         order: what was sent, and where the private state is.
         model: file to write.
-        budget_bytes: of the process.
+        budget_bytes: memory budget of the process.
 
     Raises:
-        ModelError: they make no network, or the method gives a board one only once it has taken part.
-        JobError: the method is not here, or does not say how a board puts its network together.
+        ModelError: the tensors make no network, or the method gives a board one only once it has taken part.
+        JobError: the method is not installed, or does not say how a board puts its network together.
         StoreError: the private state is lost, and the method does not allow a device to begin it anew; or the file
             cannot be written.
     """
@@ -72,7 +72,7 @@ def _bundle(parts: personal.Parts, name: str) -> Tensors:
 
 
 def _write(path: Path, pieces: list[bytes | memoryview], mode: int) -> None:
-    """Write a file, which is there once it is whole and on disk."""
+    """Write a file atomically and durably."""
     part = path.with_name(f"{path.name}.part")
     with doing(f"write {path}", "free some space"):
         with part.open("wb") as file:

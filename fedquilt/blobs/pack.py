@@ -29,7 +29,7 @@ class Pack:
 
     Args:
         path: created with the first blob.
-        disk: where it is.
+        disk: holds the file.
         checks: hash a blob whenever it is read as a whole.
 
     Raises, from every method:
@@ -92,7 +92,7 @@ class Pack:
             self._unsettled, self._named = False, True
 
     def name(self, sha256: str, place: int, size: int) -> None:
-        """Make a blob that was put there available by its name."""
+        """Make a blob that was put available by its name."""
         if sha256 in self._at:
             self.release(place, size)
         else:
@@ -103,7 +103,7 @@ class Pack:
         self._free.setdefault(size, []).append(place)
 
     def drop(self, sha256: str) -> None:
-        """Remove a blob, if it is here; the last one gives the file's room back where blobs are for the disk."""
+        """Remove a blob, if it is here; a pack of a durable depot is emptied with its last blob."""
         found = self._at.pop(sha256, None)
         if found is not None:
             self.release(*found)
