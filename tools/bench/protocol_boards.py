@@ -19,6 +19,7 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.download import Pull
 from fedquilt.core import BlobRef, FedquiltError, Profile, Task, Update, Usage, Wired
 from fedquilt.edge_agent.agent import RETELL_MOST_S, RETELL_S
+from fedquilt.profiles import load as load_board
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_client import Client, payload_limit
 
@@ -33,6 +34,7 @@ PROFILE: Final[dict[str, Any]] = {
     "budget_bytes": 1 << 30,
     "engines": ("numpy",),
     "versions": {"numpy": "2"},
+    "points": load_board("jetson-orin-nano").operating_points(),  # 40 kB, as boards with a profile announce
 }
 
 
