@@ -20,6 +20,7 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Worker
 from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
 from fedquilt.transport.link import MemoryBroker
 
@@ -83,8 +84,8 @@ class Hand:
 class Stage:
     """A coordinator, hands, and time that the test moves on."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None, **table: Any) -> None:
-        self.folder, self.broker, self.facts = folder, MemoryBroker(), []
+    def __init__(self, folder: Path, limits: Limits | None = None, worker: Worker | None = None, **table: Any) -> None:
+        self.folder, self.broker, self.facts, self.worker = folder, MemoryBroker(), [], worker
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
@@ -98,7 +99,12 @@ class Stage:
         self.link = self.broker.connect()
         self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
         self.server = Server(
-            self.executor, self.store, self.observe, only=None if self.all else self.job, limits=self.limits or Limits()
+            self.executor,
+            self.store,
+            self.observe,
+            only=None if self.all else self.job,
+            limits=self.limits or Limits(),
+            worker=self.worker,
         )
 
     def add(self, name: str, **table: Any) -> str:

@@ -1,0 +1,202 @@
+"""Large updates: examined, folded and committed by a worker; a stored sum takes the place of what is in it."""
+
+from __future__ import annotations
+
+import select
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from by_hand import Stage, ones
+
+from fedquilt import compression
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended, Folded, Lost, Rejected
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Here, Thread
+from fedquilt.core import Encoding, StoreError
+
+VALUES = {"a": 1.0, "b": 0.1, "c": 1e-9}
+COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}
+
+
+def eager() -> Here:
+    """A worker for updates of any size, which stores a sum as soon as there is something in it."""
+    made = Here(large_bytes=0)
+    made.stored_at = 0.0
+    return made
+
+
+def played(folder: Path, order: str, worker: Here | None, **table: Any) -> Stage:
+    """A stage of three devices, some of which have answered in this order."""
+    stage = Stage(folder, worker=worker, cohort=COHORT, **table)
+    hands = {name: stage.hand(name) for name in "abc"}
+    stage.play()
+    for name in order:
+        hands[name].answer(ones(VALUES[name]))
+        stage.play()
+    return stage
+
+
+def states(stage: Stage) -> list[str]:
+    return [fact.state.sha256 for fact in stage.told(Committed)]
+
+
+def blobs(stage: Stage) -> set[str]:
+    """Blobs that are on the coordinator's disk, with or without a file of their own."""
+    depot = stage.store.depot
+    refs = [ref for fact in stage.told(Answered) for ref in fact.update.bundles.values()]
+    return {ref.sha256 for ref in refs if depot.has(ref)}
+
+
+@pytest.mark.parametrize("order", ["abc", "cab"])
+@pytest.mark.parametrize("method", ["fedavg", "robust"])
+def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path: Path, order: str, method: str) -> None:
+    """Also for a method whose sums are not exact, which are folded in the order of devices."""
+    calm = played(tmp_path / "calm", "abc", None, method=method)
+    large = played(tmp_path / "large", order, eager(), method=method)
+    assert len(states(calm)) == 1
+    assert states(large) == states(calm)
+    assert bool(large.told(Folded)) == (method == "fedavg")
+
+
+def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
+    """Updates travel as 16-bit floats; what they come to is what the loop makes of them."""
+    coded = {"wire": {"codec": "fp16"}}
+    found = []
+    for name, worker in (("calm", None), ("large", eager())):
+        stage = Stage(tmp_path / name, worker=worker, cohort=COHORT, **coded)
+        hands = {each: stage.hand(each) for each in "abc"}
+        stage.play()
+        for each in "cab":
+            hands[each].answer(compression.encode(Encoding(codec="fp16"), ones(VALUES[each]), {}, {})[0])
+            stage.play()
+        assert not [fact.reason for fact in stage.told(Rejected)]
+        found.append(states(stage))
+    assert len(found[0]) == 1
+    assert found[0] == found[1]
+
+
+def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_path: Path) -> None:
+    """Two of three updates are folded when the coordinator is killed: their blobs are gone; nobody is asked again."""
+    calm = played(tmp_path / "calm", "abc", None)
+    stage = played(tmp_path / "large", "ca", eager())
+    assert [fact.devices for fact in stage.told(Folded)] == [("c",), ("a", "c")]
+    assert blobs(stage) == set()
+    stage.restart()
+    stage.play()
+    stage.hands[1].answer(ones(VALUES["b"]))
+    stage.play()
+    assert states(stage) == states(calm)
+    assert not stage.told(Lost)
+    sums = {fact.sum.sha256 for fact in stage.told(Folded)}
+    assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is on the disk and the log does not name it: the update is there still, and folded anew."""
+    calm = played(tmp_path / "calm", "abc", None)
+    stage = played(tmp_path / "large", "c", None)
+    append = Store.append
+
+    def dies(store: Store, id: str, fact: AnyFact) -> None:
+        if isinstance(fact, Folded):
+            raise Killed
+        append(store, id, fact)
+
+    monkeypatch.setattr(Store, "append", dies)
+    stage.worker = eager()
+    stage.restart()
+    with pytest.raises(Killed):
+        stage.play()
+    monkeypatch.setattr(Store, "append", append)
+    stage.worker = eager()
+    stage.restart()
+    stage.play()
+    for hand in stage.hands[:2]:
+        hand.answer(ones(VALUES[hand.name]))
+        stage.play()
+    assert states(stage) == states(calm)
+
+
+def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path: Path) -> None:
+    """Nothing else has their updates."""
+    stage = played(tmp_path, "ca", eager())
+    path = stage.store.depot.folder / stage.told(Folded)[-1].sum.sha256
+    payload = bytearray(path.read_bytes())
+    payload[-1] ^= 4
+    path.write_bytes(payload)
+    stage.restart()
+    stage.play()
+    stage.hands[1].answer(ones(VALUES["b"]))
+    stage.play()
+    assert sorted(fact.device for fact in stage.told(Lost)) == ["a", "c"]
+    assert "the sum" in stage.told(Lost)[0].reason
+    for hand in (stage.hands[0], stage.hands[2]):
+        hand.answer(ones(VALUES[hand.name]), epoch=stage.store.epoch)
+        stage.play()
+    assert len(states(stage)) == 1
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+
+
+def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_path: Path) -> None:
+    """The others count."""
+    stage = Stage(tmp_path, worker=eager(), cohort={**COHORT, "quorum": 0.5})
+    hands = {name: stage.hand(name) for name in "abc"}
+    stage.play()
+    hands["a"].answer(ones(1.0))
+    stage.play()
+    hands["b"].answer(ones(float("nan")))
+    hands["c"].answer(ones(3.0))
+    stage.play()
+    assert [fact.device for fact in stage.told(Rejected)] == ["b"]
+    assert "not finite" in stage.told(Rejected)[0].reason
+    assert all("b" not in fact.devices for fact in stage.told(Folded))
+
+
+def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
+    """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
+    worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()
+    assert worker.idle
+    assert not worker.fds()
+
+    def fails() -> int:
+        raise StoreError("the disk is full")
+
+    worker.start(lambda: gate.wait(60), lambda result, now_s: told.append(result()))
+    worker.start(fails, lambda result, now_s: told.append(result))
+    assert not worker.finish(0.0)
+    assert (worker.idle, told) == (False, [])
+    gate.set()
+    while not worker.idle:
+        select.select(worker.fds(), (), (), 60)
+        worker.finish(0.0)
+    assert told[0] is True
+    with pytest.raises(StoreError, match="the disk is full"):
+        told[1]()  # type: ignore[operator]
+    worker.close()
+
+
+def test_leftovers_are_swept_when_the_worker_has_nothing_in_hand(tmp_path: Path) -> None:
+    """What it has stored may be named by no fact yet."""
+    worker = Thread(large_bytes=0)
+    gate = threading.Event()
+    stage = Stage(tmp_path, worker=worker)
+    left = stage.store.depot.put(b"nobody's")
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    stage.hand("a")
+    stage.play()
+    assert stage.store.depot.has(left)
+    gate.set()
+    while not worker.idle:
+        select.select(worker.fds(), (), (), 60)
+        stage.server.step(stage.broker.now_s)
+    stage.play()
+    assert not stage.store.depot.has(left)
+    worker.close()
