@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, TypeVar
 
 from fedquilt.coordinator import admission, facts, mending
@@ -26,6 +27,7 @@ class Served(Protocol):
     """Job at work: a `Serving`."""
 
     job: Running
+    arriving: admission.Arriving
 
     @property
     def gone(self) -> bool:
@@ -71,17 +73,16 @@ class Beside:
         large = self._large
         examining = self._served.job.examining(device, update, profile, now_s, large=large)
         if large:
-            self._worker.start(examining, self._examined)
+            self._worker.start(examining, partial(self._examined, device, update))
         else:
-            self._examined(examining, now_s)
+            self._examined(device, update, examining, now_s)
 
-    def _examined(self, examining: Callable[[], admission.Examined], now_s: float) -> None:
-        if self._served.gone:
-            return
+    def _examined(self, device: str, update: Update, examining: Callable[[], admission.Examined], now_s: float) -> None:
+        if self._served.gone or self._served.arriving.get(device) is not update:
+            return  # it was not waited for any more while it was read, and its blobs may be gone
         examined = examining()
         if examined.odd:
-            said = "%s claims what cannot be: %s"
-            log.warning(said, examined.device, examined.odd, extra=about(device=examined.device))
+            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
         self._served.happened(examined, now_s)
 
     def fold(self) -> None:

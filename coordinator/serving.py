@@ -98,7 +98,7 @@ class Serving:
         self._waits_s = waits_s  # when it was first taken up, by this coordinator
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
-        self._arriving: admission.Arriving = {}
+        self.arriving: admission.Arriving = {}
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
@@ -171,7 +171,7 @@ class Serving:
 
     def in_use(self) -> set[str]:
         """Blobs that it needs, beside those of its log: its bundle, its state, its tasks', and updates on their way."""
-        coming = blobs([*self.job.rounds.answered.values(), *self._arriving.values(), *self._begun.values()])
+        coming = blobs([*self.job.rounds.answered.values(), *self.arriving.values(), *self._begun.values()])
         return self.job.pinned() | self.job.sent() | coming
 
     def tell(self) -> None:
@@ -196,8 +196,8 @@ class Serving:
 
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
-        step = admission.heard(self.id, self.job.rounds, self._arriving, event, now_s)
-        self._arriving = step.arriving
+        step = admission.heard(self.id, self.job.rounds, self.arriving, event, now_s)
+        self.arriving = step.arriving
         for fact in step.facts:
             self.record(fact, now_s)
         for action in step.actions:
@@ -262,11 +262,11 @@ class Serving:
 
     def spare(self, superfluous: set[str]) -> None:
         """Drop blobs of updates that are needed no more, unless others on their way have the same content."""
-        self._drop(superfluous - blobs([*self._arriving.values(), *self._begun.values()]) - self.job.sent())
+        self._drop(superfluous - blobs([*self.arriving.values(), *self._begun.values()]) - self.job.sent())
 
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use."""
-        kept = blobs([*self.job.rounds.answered.values(), *self._arriving.values()])
+        kept = blobs([*self.job.rounds.answered.values(), *self.arriving.values()])
         self._drop(blobs([update]) - kept - self.job.sent())
 
     def _drop(self, superfluous: set[str]) -> None:
@@ -368,8 +368,8 @@ class Serving:
             job.record(fact, now_s)
         except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
             return self.fail(error, now_s)
-        if not isinstance(fact, facts.Answered) and not self._arriving.keys() <= job.rounds.asked:
-            self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
+        if not isinstance(fact, facts.Answered) and not self.arriving.keys() <= job.rounds.asked:
+            self.arriving = {device: each for device, each in self.arriving.items() if device in job.rounds.asked}
         self._desk.observe(job, fact)
         if not isinstance(fact, facts.Answered):
             self._undecided = None

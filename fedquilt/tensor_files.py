@@ -135,11 +135,6 @@ def write(path: Path, given: Tensors, metadata: dict[str, str] | None = None, di
             at += placed[name].nbytes
 
 
-def write_state(path: Path, state: Any, disk: Disk = REAL) -> None:
-    """Write the bytes of `tensors.pack` into a file; errors as of `tensors.parts` and `write`."""
-    write(path, *tensors.parts(state), disk)
-
-
 def read_state(path: Path | str, kind: type[T], disk: Disk = REAL) -> T:
     """Read a state of type `kind`, as `tensors.unpack` does.
 

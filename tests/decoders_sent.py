@@ -249,7 +249,17 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
         path.write_bytes(payload)
         return list(tensor_files.Floats(path).values())
 
+    def streamed(payload: bytes) -> None:
+        path.write_bytes(payload)
+        tensors.require_finite(tensor_files.Stored(path))
+
+    def state_file(payload: bytes) -> object:
+        path.write_bytes(payload)
+        return tensor_files.read_state(path, fedavg.State)
+
     found = {
+        "large update": Decoder("fedquilt/tensor_files.py", streamed, (UpdateError, StoreError), (plain,), measured),
+        "large state": Decoder("fedquilt/tensor_files.py", state_file, (StoreError,), (tensors.pack(state),), measured),
         "tensors": Decoder(
             "fedquilt/tensors.py",
             lambda payload: tensors.require_finite(tensors.decode(payload)),

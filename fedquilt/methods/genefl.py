@@ -22,9 +22,8 @@ Deviations. The paper's sentence on the mask takes the highest scores, its prose
 weight tensor with its bias and normalisation; running statistics stay on the device. The last layer is not shared
 unless `share_head`: with the head of known classes, unknown ones begin worse. Penalties apply to layers that some
 device of the cluster has sent. Both losses are one step (the text's "total objective"), not two in turn. L_t is the
-coordinator's: one number for all, guided by the mean accuracy that devices measure on their held-out shares. The
-fewest layers are a fifth of all; the paper gives no number. A device first asked after the fingerprints were
-clustered counts as a newcomer.
+coordinator's: one number for all, guided by the mean accuracy that devices measure on their held-out shares. The fewest
+layers are a fifth of all; the paper gives no number. A device first asked after the clustering counts as a newcomer.
 """
 
 from __future__ import annotations

@@ -160,6 +160,36 @@ def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_
     assert all("b" not in fact.devices for fact in stage.told(Folded))
 
 
+def test_an_update_that_is_withdrawn_while_it_is_examined_harms_nobody(tmp_path: Path) -> None:
+    """Its round has ended meanwhile, and its blobs are gone: the coordinator goes on."""
+    worker, gate = Thread(large_bytes=0), threading.Event()
+    stage = Stage(tmp_path, worker=worker, rounds=2, cohort={**COHORT, "quorum": 0.5, "deadline_s": 20.0})
+    hands = {name: stage.hand(name) for name in "abc"}
+    stage.play()
+
+    def settle() -> None:
+        while not worker.idle:
+            select.select(worker.fds(), (), (), 60)
+            stage.server.step(stage.broker.now_s)
+
+    for name in "ab":
+        hands[name].answer(ones(1.0))
+        stage.play()
+        settle()
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    hands["c"].answer(ones(2.0))
+    stage.play(25.0)
+    assert not stage.told(Committed)  # the worker would have to
+    gate.set()
+    settle()
+    stage.play()
+    settle()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    assert len(stage.told(Committed)) == 1
+    assert not stage.told(Ended)
+    worker.close()
+
+
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
     """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
     worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()

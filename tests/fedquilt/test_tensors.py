@@ -16,6 +16,7 @@ from packed_states import FUZZ, STATE, same_bits
 
 from fedquilt import tensor_files, tensors
 from fedquilt.core import StoreError, UpdateError
+from fedquilt.methods import fedavg
 
 # -- arithmetic --
 
@@ -233,3 +234,37 @@ def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
         found["w"]
     with pytest.raises(StoreError, match="cannot read"):
         tensor_files.Floats(path)
+
+
+KEPT = fedavg.State({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)
+
+
+@pytest.mark.parametrize("metadata", [None, {"state": '{"a": "\u00e9"}'}])
+def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    """Of every type, an empty one and one without axes; each comes back in every bit, however often it is read."""
+    types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
+    given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
+    given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
+    tensor_files.write(tmp_path / "file", given, metadata)
+    assert (tmp_path / "file").read_bytes() == tensors.encode(given, metadata)
+    found = tensor_files.Stored(tmp_path / "file")
+    assert list(found) == sorted(given)
+    for name in [*given, *given]:
+        assert (found[name].dtype, found[name].shape) == (given[name].dtype, given[name].shape)
+        assert found[name].tobytes() == given[name].tobytes()
+
+
+def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None:
+    """And is read back piece by piece; another file is refused by name."""
+    path = tmp_path / "state"
+    tensor_files.write(path, *tensors.parts(KEPT))
+    assert path.read_bytes() == tensors.pack(KEPT)
+    assert tensors.pack(tensor_files.read_state(path, fedavg.State)) == tensors.pack(KEPT)
+    tensor_files.write(path, {"w": np.ones(2)})
+    with pytest.raises(StoreError, match="not a stored State"):
+        tensor_files.read_state(path, fedavg.State)
+    path.write_bytes(b"x")
+    with pytest.raises(StoreError, match="not a stored State"):
+        tensor_files.read_state(path, fedavg.State)
