@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from fedquilt.coordinator import admission, facts, mending
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Done, Running
@@ -63,6 +65,7 @@ class Beside:
     def __init__(self, served: Served, worker: Worker, tended: Callable[[], AbstractContextManager[None]]) -> None:
         self._served, self._worker, self._tended = served, worker, tended
         self._summing = False  # whether the worker folds or commits
+        self._examining: dict[str, Update] = {}  # by device: what the worker reads, as it was offered last
 
     @property
     def _large(self) -> bool:
@@ -71,18 +74,31 @@ class Beside:
     def examine(self, device: str, update: Update, profile: Profile | None, now_s: float) -> None:
         """Read an update whose blobs are here, and let count what it holds."""
         large = self._large
+        if large and self._examining.get(device) == update:  # it was offered once more meanwhile
+            self._examining[device] = update
+            return
         examining = self._served.job.examining(device, update, profile, now_s, large=large)
         if large:
+            self._examining[device] = update
             self._worker.start(examining, partial(self._examined, device, update))
         else:
-            self._examined(device, update, examining, now_s)
+            self._count(examining(), now_s)
 
     def _examined(self, device: str, update: Update, examining: Callable[[], admission.Examined], now_s: float) -> None:
-        if self._served.gone or self._served.arriving.get(device) is not update:
+        latest = self._examining.get(device)
+        if latest != update:
+            return  # the device has offered another one since
+        del self._examining[device]
+        if self._served.gone or self._served.arriving.get(device) is not latest:
             return  # it was not waited for any more while it was read, and its blobs may be gone
-        examined = examining()
+        found = examining()
+        taken = latest if found.taken == latest else found.taken
+        self._count(msgspec.structs.replace(found, update=latest, taken=taken), now_s)
+
+    def _count(self, examined: admission.Examined, now_s: float) -> None:
         if examined.odd:
-            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
+            said = "%s claims what cannot be: %s"
+            log.warning(said, examined.device, examined.odd, extra=about(device=examined.device))
         self._served.happened(examined, now_s)
 
     def fold(self) -> None:

@@ -190,6 +190,28 @@ def test_an_update_that_is_withdrawn_while_it_is_examined_harms_nobody(tmp_path:
     worker.close()
 
 
+def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path: Path) -> None:
+    """Boards offer an update again until it is answered; with many before it that is before it was read."""
+    worker, gate = Thread(large_bytes=0), threading.Event()
+    stage = Stage(tmp_path, worker=worker)
+    hand = stage.hand("a")
+    stage.play()
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    update = hand.answer(ones(1.0))
+    stage.play()
+    begun = worker._open
+    for _ in range(3):
+        hand.say("update", update)
+        stage.play()
+    assert worker._open == begun == 2
+    gate.set()
+    while not worker.idle or not stage.told(Committed):
+        select.select(worker.fds(), (), (), 60)
+        stage.server.step(stage.broker.now_s)
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
+    worker.close()
+
+
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
     """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
     worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()
