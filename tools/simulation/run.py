@@ -116,6 +116,7 @@ def simulate(
             carry, held = in_process(members, together=together, test=test)
         simulation = stack.enter_context(Simulation(job, folder, held, place, away=away))
         simulation.look_ahead(carry.ahead)
+        carry.ready()  # workers have imported their engine while the run was taken up
         start_s = time.perf_counter() - began_s
         for each in play([simulation], carry):
             observe(each, carry)
