@@ -77,7 +77,8 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
 
 def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:
     """Report, once for each job, that a device has counted a round which the log does not know."""
-    ours = (claim.job, claim.round) == (job, rounds.round) and device in rounds.asked - rounds.lost
+    ours = (claim.job, claim.round) == (job, rounds.round)
+    ours = ours and device in rounds.asked and device not in rounds.lost
     if claim.counted is None or not ours or job in reported:
         return
     reported.add(job)

@@ -95,7 +95,7 @@ class Serving:
         self._waits_s = waits_s  # when it was first taken up, by this coordinator
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
-        self._arriving: admission.Arriving = {}
+        self._arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
@@ -192,8 +192,11 @@ class Serving:
 
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
-        step = admission.heard(self.id, self.job.rounds, self._arriving, event, now_s)
-        self._arriving = step.arriving
+        step = admission.heard(self.id, self.job.rounds, self._arriving.get(event.device), event, now_s)
+        if step.arriving is None:
+            self._arriving.pop(event.device, None)
+        else:
+            self._arriving[event.device] = step.arriving
         for fact in step.facts:
             self.record(fact, now_s)
         for action in step.actions:
