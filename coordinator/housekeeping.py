@@ -67,12 +67,12 @@ def old(store: Store, now: float, keep: int | None, older_s: float | None) -> li
 
 def own(store: Store) -> dict[str, int]:
     """Run -> bytes on the disk that are its alone: its log, blobs that no other run needs, files named after it."""
-    weights = store.weights()
-    shared = Counter(sha256 for _, blobs in weights.values() for sha256 in blobs)
+    logs = store.logs()
+    shared = Counter(sha256 for each in logs.values() for sha256 in each.blobs)
     found = {}
-    for run, (size, blobs) in weights.items():
-        refs = (store.depot.ref(sha256) for sha256 in blobs if shared[sha256] == 1)
-        size += sum(ref.size for ref in refs if ref is not None)
+    for run, each in logs.items():
+        refs = (store.depot.ref(sha256) for sha256 in each.blobs if shared[sha256] == 1)
+        size = each.size + sum(ref.size for ref in refs if ref is not None)
         found[run] = size + sum(_weigh(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
     return found
 

@@ -388,6 +388,8 @@ class Serving:
                 had_s = self._had_s(now_s)
                 self._rounds_s = (had_s - self._rounds_s[1], had_s)
                 self._drop(spent)
+        if isinstance(fact, facts.Committed | facts.Ended):
+            self._desk.store.snapshots.keep(job.id, job.standing)
         self.tell()
 
     def _take_back(self, devices: Collection[str], now_s: float) -> None:
