@@ -154,6 +154,12 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "" if shutil.which("podman-compose") else "podman-compose is not installed: apt install podman-compose",
         ),
         *(Stage(f"bench-{name}", f"fedquilt bench {name}", ((*command, "bench", name),)) for name in BENCHES),
+        Stage(
+            "bench-gpu",
+            "fedquilt bench gpu",
+            ((*command, "bench", "gpu"),),
+            "" if shutil.which("nvidia-smi") else "there is no NVIDIA GPU (nvidia-smi is not installed)",
+        ),
         Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
         *(without_torch(version) for version in PYTHONS),
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),
