@@ -146,7 +146,7 @@ class Snapshots:
         if kept is None or not kept.body:
             return Standing(Rounds(plan)), 0
         try:
-            standing = _decode(kept.body)
+            standing = decode(kept.body)
         except UNDECODABLE as error:
             self._table.pass_over(job, f"its state cannot be read ({error})")
             return Standing(Rounds(plan)), 0
@@ -169,7 +169,7 @@ class Snapshots:
         few = standing.facts - self._facts.get(job, 0) < self._every + len(rounds.since)
         if rounds.state is None or (few and not ended):
             return
-        body = b"" if rounds.phase == "done" else _encode(standing)
+        body = b"" if rounds.phase == "done" else encode(standing)
         try:
             with storing(self._home):
                 known = self._look(job)
@@ -199,5 +199,5 @@ def _unhook(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-_encode: Final = msgspec.msgpack.Encoder(enc_hook=_hook).encode
-_decode: Final = msgspec.msgpack.Decoder(Standing, dec_hook=_unhook).decode
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_hook).encode
+decode: Final = msgspec.msgpack.Decoder(Standing, dec_hook=_unhook).decode
