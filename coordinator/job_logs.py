@@ -37,16 +37,20 @@ class Log(msgspec.Struct):
         """Read on: (sequence, wall-clock seconds, JSON, checksum, bytes) of each fact behind this one."""
         for seq, at, body, sum, size in rows:
             self.whole = self.whole and sum == link(self.head, job, at, body)
-            self.seq, self.head, self.at = seq, sum, at
-            self.facts, self.size = self.facts + 1, self.size + size
-            try:
-                named = _named(body)
-            except (*UNDECODABLE, TypeError):
-                continue
-            if named.state is not None:
-                self.state, self.updates = named.state.sha256, set()
-            if named.update is not None:
-                self.updates.update(ref.sha256 for ref in named.update.bundles.values())
+            self.add(seq, at, body, sum, size)
+
+    def add(self, seq: int, at: Any, body: Any, sum: bytes, size: int) -> None:
+        """Go on to the next fact, whose checksum fits."""
+        self.seq, self.head, self.at = seq, sum, at
+        self.facts, self.size = self.facts + 1, self.size + size
+        try:
+            named = _named(body)
+        except (*UNDECODABLE, TypeError):
+            return
+        if named.state is not None:
+            self.state, self.updates = named.state.sha256, set()
+        if named.update is not None:
+            self.updates.update(ref.sha256 for ref in named.update.bundles.values())
 
 
 class Logs:
@@ -70,6 +74,12 @@ class Logs:
         for gone in self._known.keys() - heads:
             del self._known[gone]
         return {job: self.of(job, head) for job, head in heads.items()}
+
+    def written(self, job: str, before: bytes, seq: int, at: float, body: str, sum: bytes) -> None:
+        """Note a fact that this process writes behind the one with the checksum `before`."""
+        known = self._known.get(job)
+        if known is not None and known.head == before:  # if it is taken back, the next look finds another fact there
+            known.add(seq, at, body, sum, len(body.encode()))
 
     def of(self, job: str, head: bytes) -> Log:
         """The log of a job whose row has `head` as the checksum of the last fact."""

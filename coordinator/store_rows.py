@@ -255,8 +255,10 @@ class Rows:
             if job not in heads:
                 row = self.job(job)
                 heads[job] = FIRST if row is None else row.head
-            heads[job] = link(heads[job], job, at, body)
-            self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", (job, at, body, heads[job]))
+            before, heads[job] = heads[job], link(heads[job], job, at, body)
+            values = job, at, body, heads[job]
+            seq = self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", values).lastrowid
+            self._logs.written(job, before, int(seq or 0), at, body, heads[job])
         for job, head in heads.items():
             self.change(job, head=head)
 

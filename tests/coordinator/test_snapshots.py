@@ -8,115 +8,27 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from job_facts import BLOB
 from stored_job import JOB
+from stored_runs import DEVICES, Run, any_fact, blob_of, state, taken_up, whole
 
 from fedquilt.coordinator import snapshots
-from fedquilt.coordinator.deadline import Short
 from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
     Closed,
     Committed,
-    Declined,
     Ended,
-    Extended,
-    Lost,
-    Noted,
     Plan,
-    Rejected,
-    Reopened,
-    Resumed,
     Rounds,
     Started,
     Surveyed,
     apply,
 )
-from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Update, Usage
-
-NOW_S = 7.0
-DEVICES = tuple("abcdef")
-
-
-class Run:
-    """A run in a store, written as its coordinator writes it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store, self.id = store, store.add(JOB, store.home / "bundle")
-        self.plan = Plan.of(JOB)
-        self.standing = Standing(Rounds(self.plan))
-
-    def record(self, *facts: AnyFact) -> None:
-        for fact in facts:
-            after = apply(self.standing.rounds, fact, NOW_S)
-            self.store.append(self.id, fact)
-            self.standing.take(fact, after)
-            if isinstance(fact, Committed | Ended):
-                self.store.snapshots.keep(self.id, self.standing)
-
-    def round(self, number: int, *devices: str) -> None:
-        answers = [Answered(number, of(self.id, device, number)) for device in devices]
-        self.record(Asked(number, 0, devices), *answers, Closed(number), Committed(number, state(number), False, {}))
-
-
-def of(run: str, device: str, round: int) -> Update:
-    """An update with a blob of its own."""
-    blob = BlobRef(sha256=f"{round:02x}{ord(device):02x}" * 16, size=1)
-    usage = Usage(wall_s=1.5, examples=40 + round, energy_j=0.25 if device < "c" else None, up_bytes=9)
-    return Update(run, round, 0, device, 1.0, {"model": blob}, {"loss": 0.5}, usage)
-
-
-def state(round: int) -> BlobRef:
-    return BlobRef(sha256=f"{round:04x}" * 16, size=5)
-
-
-def taken_up(store: Store, run: str, plan: Plan) -> tuple[Standing, int]:
-    """As a coordinator takes a run up: its snapshot, and the facts behind it; and where the snapshot ended."""
-    standing, upto = store.snapshots.of(run, plan, NOW_S)
-    for _, _, fact in store.facts(run, upto):
-        standing.take(fact, apply(standing.rounds, fact, NOW_S))
-    return standing, upto
-
-
-def whole(store: Store, run: str, plan: Plan) -> Standing:
-    """What all facts of a run come to."""
-    standing = Standing(Rounds(plan))
-    for _, _, fact in store.facts(run):
-        standing.take(fact, apply(standing.rounds, fact, NOW_S))
-    return standing
-
-
-@pytest.fixture
-def often(tmp_path: Path) -> Iterator[Callable[[], Store]]:
-    """Opens stores on one folder that keep a snapshot of every round; all are closed at the end."""
-    made: list[Store] = []
-
-    def open() -> Store:
-        made.append(Store(tmp_path, every=-len(DEVICES)))
-        return made[-1]
-
-    yield open
-    for store in made:
-        store.close()
-
-
-@pytest.fixture
-def run(often: Callable[[], Store]) -> Run:
-    """A run of three rounds, with a snapshot after the third and two facts behind it."""
-    made = Run(often())
-    made.record(Started(BLOB), Surveyed(0, DEVICES))
-    for number in range(3):
-        made.round(number, *DEVICES)
-    made.record(Asked(3, 0, DEVICES), Answered(3, of(made.id, "a", 3)))
-    return made
 
 
 def behind(made: Run) -> int:
@@ -135,40 +47,6 @@ def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run: Run) -
     assert behind(run) == 2
     assert run.standing.facts == 31
     assert run.standing.examples == {"a": 43, **dict.fromkeys("bcdef", 42)}
-
-
-def any_fact(roll: random.Random, run: str, now: Rounds) -> AnyFact:
-    """A fact that may come next, of any kind that there is."""
-    one = roll.choice(DEVICES)
-    asked = sorted(now.asked)
-    if now.phase == "new":
-        return roll.choice([Started(BLOB, settles=roll.random() < 0.3), Noted("by [trigger]")])
-    if now.phase in ("stopped", "failed"):
-        return Resumed()
-    if now.phase == "closing":
-        if now.answered and roll.random() < 0.2:
-            return Lost(now.round, min(now.answered), "it is gone")
-        return Committed(now.round, state(now.round), False, {}, (), 2.5, settled=now.settling)
-    if roll.random() < 0.05:
-        return Ended(roll.choice(["stopped", "failed"]), "by request")
-    if now.phase == "selecting":
-        some = tuple(sorted(roll.sample(DEVICES, 3)))
-        survey = Surveyed(now.round, some, {"hot": tuple(sorted(set(DEVICES) - set(some)))}, {one: roll.random()})
-        epochs = {some[0]: 2} if roll.random() < 0.3 else {}
-        return roll.choice([survey, Asked(now.round, now.attempt, some, dict.fromkeys(some, 2.0), 9.0, epochs=epochs)])
-    if not asked:
-        return roll.choice([Closed(now.round), Reopened(now.round, now.attempt + 1), Asked(now.round, 0, (one,))])
-    code = roll.choice(["memory", "data", "none", "failed"])
-    return roll.choice(
-        [
-            Answered(now.round, of(run, asked[0], now.round), 3.5, roll.choice([None, 1.25])),
-            Answered(now.round, of(run, asked[-1], now.round), 0.1),
-            Declined(now.round, asked[0], code, "x", Short(5, 1.5, None) if code == "memory" else None, "boot 1"),
-            Rejected(now.round, asked[0], "not finite"),
-            Extended(now.round),
-            Reopened(now.round, now.attempt + 1),
-        ]
-    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -282,10 +160,6 @@ def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCa
     assert "the log has another fact, or none, where it ends" in caplog.text
 
 
-def blob_of(run: str, device: str, round: int) -> set[str]:
-    return {ref.sha256 for ref in of(run, device, round).bundles.values()}
-
-
 def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Whether a round was the last one is part of the state."""
     assert run.store.snapshots.of(run.id, Plan(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
@@ -316,44 +190,6 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
             taken_up(store, run.id, run.plan)
 
 
-# -- what else rests on it ------------------------------------------------------------------------
-
-
-def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run: Run) -> None:
-    """The latest state, and the updates that it does not contain; another run's are known beside it."""
-    other = Run(run.store)
-    other.record(Started(state(77)))
-    assert run.store.held() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
-    said: list[str] = []
-    run.store._db.set_trace_callback(said.append)
-    run.record(Answered(3, of(run.id, "b", 3)))
-    assert run.store.held(but=other.id) == {state(2).sha256, *blob_of(run.id, "a", 3), *blob_of(run.id, "b", 3)}
-    looked = [line for line in said if "from facts" in line and "order by seq" in line]
-    assert [f"job = '{other.id}'" in line for line in looked] == [False]
-    run.record(Closed(3), Committed(3, state(3), False, {}))
-    assert run.store.held() == {state(3).sha256, state(77).sha256}
-
-
-def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], Store]) -> None:
-    """What a start of the coordinator asks of it does not grow with its log."""
-    made = Run(often())
-    made.record(Started(BLOB))
-    made.round(0, "a")
-    made.record(Ended("done"))
-    later, said = often(), list[str]()
-    later._db.set_trace_callback(said.append)
-    assert (later.held(), later.unsound()) == ({state(0).sha256}, [])
-    assert not [line for line in said if "order by seq" in line]
-    assert made.store._db.execute("select length(body) from snapshots").fetchall() == [(0,)]
-
-
-def test_a_removed_run_takes_its_snapshot_with_it(run: Run) -> None:
-    """Also where an earlier version removes it, which knows of none."""
-    run.store.remove([run.id])
-    assert run.store._db.execute("select count(*) from snapshots").fetchone() == (0,)
-    assert run.store.held() == set()
-
-
 def test_a_snapshot_that_cannot_be_written_is_done_without(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """The facts have been written; nothing needs the snapshot."""
     run.store._db.execute("create temp trigger full before insert on snapshots begin select raise(abort, 'full'); end")
@@ -368,6 +204,7 @@ from pathlib import Path
 from fedquilt.coordinator import snapshots
 from fedquilt.coordinator.facts import Plan, Rounds, apply
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_rows import encoded
 
 store = Store(Path(sys.argv[1]), every=-9)
 row = store.jobs()[0]
