@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from by_hand import Stage
+from homes import Federation
 from job_facts import BLOB
+from rolled import Ground
 from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs
 from stored_runs import DEVICES, Run, of
 
@@ -76,3 +78,17 @@ def run(often: Callable[[], Store]) -> Run:
         made.round(number, *DEVICES)
     made.record(Asked(3, 0, DEVICES), Answered(3, of(made.id, "a", 3)))
     return made
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home in the middle of a round's answers."""
+    federation = Federation(tmp_path / "run", "fedavg").make()
+    federation.run(lambda fact: isinstance(fact, Answered) and fact.round == 1)
+    return federation.folder / "coordinator"
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    """A home without boards."""
+    return Ground(tmp_path)
