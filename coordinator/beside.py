@@ -29,7 +29,7 @@ class Served(Protocol):
     """Job at work: a `Serving`."""
 
     job: Running
-    arriving: admission.Arriving
+    arriving: dict[str, Update]
 
     @property
     def gone(self) -> bool:
