@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -32,8 +33,8 @@ class Served(Protocol):
     arriving: dict[str, Update]
 
     @property
-    def gone(self) -> bool:
-        """Whether the coordinator has let go of it."""
+    def over(self) -> bool:
+        """Whether it has ended, or has been stopped."""
         ...
 
     def happened(self, event: admission.Event, now_s: float) -> None:
@@ -48,8 +49,8 @@ class Served(Protocol):
         """Handle an error of the method."""
         ...
 
-    def spare(self, superfluous: set[str]) -> None:
-        """Drop blobs of updates that are needed no more."""
+    def drop(self, spent: AbstractSet[str] = frozenset()) -> None:
+        """Drop blobs that are needed no more, as far as no other job needs them."""
         ...
 
 
@@ -60,12 +61,23 @@ class Beside:
         served: the job.
         worker: for what is large.
         tended: what keeps the connection alive while the loop computes.
+        left: whether the coordinator has let go of the job.
     """
 
-    def __init__(self, served: Served, worker: Worker, tended: Callable[[], AbstractContextManager[None]]) -> None:
-        self._served, self._worker, self._tended = served, worker, tended
+    def __init__(
+        self,
+        served: Served,
+        worker: Worker,
+        tended: Callable[[], AbstractContextManager[None]],
+        left: Callable[[], bool],
+    ) -> None:
+        self._served, self._worker, self._tended, self._left = served, worker, tended, left
         self._summing = False  # whether the worker folds or commits
         self._examining: dict[str, Update] = {}  # by device: what the worker reads, as it was offered last
+
+    @property
+    def _gone(self) -> bool:
+        return self._served.over or self._left()
 
     @property
     def _large(self) -> bool:
@@ -89,7 +101,7 @@ class Beside:
         if latest != update:
             return  # the device has offered another one since
         del self._examining[device]
-        if self._served.gone or self._served.arriving.get(device) is not latest:
+        if self._gone or self._served.arriving.get(device) is not latest:
             return  # it was not waited for any more while it was read, and its blobs may be gone
         found = examining()
         taken = latest if found.taken == latest else found.taken
@@ -111,15 +123,17 @@ class Beside:
         """Note that a sum is stored, and drop what is in it."""
         self._summing = False
         before = self._served.job.rounds
-        if self._served.gone or before.phase not in ("open", "closing"):
+        if self._gone or before.phase not in ("open", "closing"):
             return
         fact = self._ended(result, now_s)
         if fact is not None:
             self._served.record(fact, now_s)
         if isinstance(fact, facts.Folded):
-            rest = blobs(update for device, update in before.answered.items() if device not in fact.devices)
-            done = blobs(before.answered[device] for device in fact.devices) - rest
-            self._served.spare(done | ({before.folded.sum.sha256} if before.folded else set()))
+            waiting = [update for device, update in before.answered.items() if device not in fact.devices]
+            done = blobs(before.answered[device] for device in fact.devices)
+            done |= {before.folded.sum.sha256} if before.folded else set()
+            kept = blobs([*waiting, *self._served.arriving.values()])
+            self._served.drop(done - kept - self._served.job.sent())
 
     def commit(self, now_s: float) -> bool:
         """Have the round's state made and stored; True: that is done."""
@@ -137,7 +151,7 @@ class Beside:
 
     def _committed(self, result: Callable[[], Done], now_s: float) -> None:
         self._summing = False
-        if self._served.gone or self._served.job.rounds.phase != "closing":
+        if self._gone or self._served.job.rounds.phase != "closing":
             return
         done = self._ended(result, now_s)
         if isinstance(done, Done):

@@ -344,14 +344,13 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
 
 def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
     """The device works on its task again, in the time of an attempt; a round that was closed is open for it."""
-    device = fact.device
+    device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
     answered = {name: update for name, update in state.answered.items() if name != device}
-    asked_s = {**state.asked_s, device: now_s}
     if state.phase == "closing":
         state = replace(state, phase="open", opened_s=now_s, extended=False)
     folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
-    asked, lost = state.asked | {device}, state.lost | {device}
-    return replace(state, answered=answered, folded=folded, asked=asked, asked_s=asked_s, lost=lost)
+    state = replace(state, answered=answered, folded=folded, asked_s=asked_s)
+    return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
 
 
 def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:

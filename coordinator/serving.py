@@ -103,7 +103,7 @@ class Serving:
         self._discarded: set[str] = set()  # sha256 of blobs that are dropped next, unless they are in use then
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
-        self._summed = Beside(self, desk.worker, desk.executor.tended)
+        self._summed = Beside(self, desk.worker, desk.executor.tended, lambda: desk.jobs.get(job.id) is not self)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
 
     @property
@@ -258,22 +258,13 @@ class Serving:
         """Have an update read, and let count what it holds."""
         self._summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
 
-    @property
-    def gone(self) -> bool:
-        """Whether the coordinator has let go of it."""
-        return self._desk.jobs.get(self.id) is not self or self.over
-
-    def spare(self, superfluous: set[str]) -> None:
-        """Drop blobs of updates that are needed no more, unless others on their way have the same content."""
-        self._drop(superfluous - blobs([*self.arriving.values(), *self._begun.values()]) - self.job.sent())
-
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use; in a large round those of several updates at once."""
         self._discarded |= blobs([update])
         if len(self._discarded) * TOGETHER >= len(self.job.rounds.answered):
-            self._drop()
+            self.drop()
 
-    def _drop(self, spent: AbstractSet[str] = frozenset()) -> None:
+    def drop(self, spent: AbstractSet[str] = frozenset()) -> None:
         """Drop blobs that the job does not need, as far as no other job does: those discarded, and these."""
         desk, superfluous = self._desk, spent | (self._discarded - self.in_use())
         if found := superfluous - self.job.pinned() - desk.in_use(but=self):  # other jobs may have the same content
@@ -397,7 +388,7 @@ class Serving:
                 job.committed(done)
                 had_s = self._had_s(now_s)
                 self._rounds_s = (had_s - self._rounds_s[1], had_s)
-                self._drop(spent)
+                self.drop(spent)
         if isinstance(fact, facts.Committed | facts.Ended):
             self._desk.store.snapshots.keep(job.id, job.standing)
         self.tell()
