@@ -193,9 +193,7 @@ class State(msgspec.Struct, frozen=True):
     refusal: Claim | None = None  # latest refusal, repeated with its task
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
     learned: Mapping[str, Learned] = field(default_factory=dict)  # by `workload`, the latest last
-    sent: Mapping[str, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # by job: seconds from offer to answer, the latest
+    sent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by job: latest seconds from offer to answer
     cautions: Mapping[tuple[str, str], Caution] = field(default_factory=dict)  # (method, engine) -> what was seen
     rests: bool = False  # whether no task is begun now
 

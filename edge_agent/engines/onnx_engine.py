@@ -91,6 +91,7 @@ class OnnxEngine:
         _return_large_pieces(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
         ort.set_default_logger_severity(ERRORS_ONLY)
         self._on_gpu = CUDA in ort.get_available_providers()
+        self.note = ""  # what its owner should know, once
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """Run the graph: its only output for its only input, (n, ...) -> (n, ...), float32.
@@ -206,6 +207,8 @@ class OnnxEngine:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
         with _named(graph):
             session = self._session(graph, roomy=plan.roomy)
+        if self._on_gpu and CUDA not in session.get_providers():
+            self._on_gpu, self.note = False, "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor"
         self._kept[graph] = loaded = Loaded(session, plan)
         return loaded
 

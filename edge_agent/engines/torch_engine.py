@@ -80,6 +80,9 @@ class TorchEngine:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.gpu = gpu.TorchMemory(torch.cuda) if self._device.type == "cuda" else None
+        self.note = ""  # what its owner should know, once
+        if self.gpu is None and torch.version.cuda is not None:
+            self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
         base_bytes += gpu.CONTEXT_BYTES if self.gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
         self._half = half or _half(self._device)

@@ -260,6 +260,10 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
     planned = getattr(site.engine, "planned_bytes", None)
+    notes = [f"{note}: it has begun anew"] if note else []
+    if told := getattr(site.engine, "note", ""):
+        notes.append(told)
+        site.engine.note = ""
     return Outcome(
         weight=weight,
         metrics=metrics,
@@ -267,7 +271,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         layouts=layouts,
         blobs=blobs,
         private=private_left,
-        note=f"{note}: it has begun anew"[:1000] if note else "",
+        note="; ".join(notes)[:1000],
         examples=len(site.train),
         planned_bytes=planned,
     )

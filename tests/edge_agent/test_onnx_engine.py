@@ -233,5 +233,6 @@ def test_graphs_run_on_a_gpu_within_the_engines_room(tmp_path: Path, monkeypatch
     monkeypatch.setattr(onnx_engine.onnx_session, "session", session)
     made = OnnxEngine(500 * MB, base_bytes=100 * MB)
     np.testing.assert_array_equal(made.run(graph, np.eye(3, dtype=np.float32)), weights)
+    assert made.note == "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor"
     ((name, limits), last) = asked[0]
     assert (name, limits["gpu_mem_limit"], last) == (onnx_engine.CUDA, str(400 * MB), "CPUExecutionProvider")

@@ -117,3 +117,17 @@ def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytes
     assert all(np.array_equal(singly[0][name], together[0][name]) for name in start)
     with pytest.raises(UpdateError, match="step"):
         trained(lr=1e30)
+
+
+def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place: Place) -> None:
+    """The agent's log and the coordinator's have it; every later round would repeat it."""
+
+    class Bench(main.Bench):
+        def engine(self, name: str, budget_bytes: int) -> Any:
+            fresh = self._engine is None
+            made = super().engine(name, budget_bytes)
+            made.note = "it runs on the processor" if fresh else made.note
+            return made
+
+    bench = Bench()
+    assert [main.carry_out(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]
