@@ -120,8 +120,7 @@ class Running:
         """
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
-        order = kept or self._order(device, profile)
-        if order is None:
+        if (order := kept or self._order(device, profile)) is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
         asked = actions or self.rounds.actions
