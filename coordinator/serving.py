@@ -266,8 +266,9 @@ class Serving:
     def _drop(self, spent: AbstractSet[str] = frozenset()) -> None:
         """Drop blobs that the job does not need, as far as no other job does: those discarded, and these."""
         desk, superfluous = self._desk, spent | (self._discarded - self.in_use())
-        for sha256 in superfluous - self.job.pinned() - desk.in_use(but=self) - desk.store.held(but=self.id):
-            desk.store.depot.drop(sha256)  # other jobs may have the same content
+        if found := superfluous - self.job.pinned() - desk.in_use(but=self):  # other jobs may have the same content
+            for sha256 in found - desk.store.held(but=self.id):  # the store is asked for few
+                desk.store.depot.drop(sha256)
         self._discarded.clear()
 
     def issue(self, device: str, now_s: float) -> None:

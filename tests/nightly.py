@@ -126,6 +126,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             without,
         ),
         Stage(
+            "signed-bytes",
+            "what signatures add to the bytes of a fleet",
+            ((python, "tests/signed_bytes.py"),),
+        ),
+        Stage(
             "matrix",
             "the other tests marked nightly: each method with each network",
             ((*tests, "-m", "nightly", f"--ignore={CONTAINERS}"),),

@@ -174,7 +174,7 @@ def site_of(
         held=held,
         local=compression.own(local),
         lost=lost,
-        cache_at=Path(order.cache),
+        cache_at=order.cache,
         load=lambda name: bench.tensors(_file(order, name)),
         path=lambda name: Path(_file(order, name)),
         progress=progress,

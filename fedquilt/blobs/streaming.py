@@ -171,6 +171,8 @@ class Streaming:
 
     def step(self, now_s: float) -> float:
         """Do what is due; returns the time of the next step."""
+        if not (self._coming or self._going or self._places):  # as where all blobs go over the broker
+            return math.inf
         for key, coming in list(self._coming.items()):
             if now_s >= coming.until_s:
                 seen = coming.intake.moved + coming.told
