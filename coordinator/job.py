@@ -103,8 +103,7 @@ class Running:
 
     def pinned(self) -> set[str]:
         """Blobs that must outlive the running round."""
-        state = {self.rounds.state.sha256} if self.rounds.state else set[str]()
-        return state.union(ref.sha256 for ref in self.bundle.files.values())
+        return {ref.sha256 for ref in (self.rounds.state, *self.bundle.files.values()) if ref is not None}
 
     def task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
