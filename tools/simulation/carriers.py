@@ -18,6 +18,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.processes import Processes
 from fedquilt.tools.simulation.simulated_job import NEWCOMER, Ahead, Simulation, engine_of
 
 Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
@@ -79,7 +80,7 @@ def by_pool(
     """Hands of warm worker processes; and of each member how many examples it holds out."""
     nothing = () if test is None else (Member(NEWCOMER, Examples(test.x[:0], test.y[:0]), test),)
     engine = engine_of(job, methods.load(job.method))
-    with Pool(engine, itertools.chain(members, nothing), workers=workers, together=together) as pool:
+    with Pool(Processes(engine, workers), itertools.chain(members, nothing), together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
         pool.warm()
         yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held, pool), held

@@ -1,4 +1,4 @@
-"""The workers of `fedquilt.tools.simulation.pool`: `python -m ...pool_worker PARENT ENGINE SOCKET...`.
+"""The work of a pool's workers (`Worker`), and their processes: `python -m ...pool_worker PARENT ENGINE SOCKET...`.
 
 The first imports all that is heavy and forks one more for each further socket.
 """
@@ -19,7 +19,8 @@ from fedquilt import tensors
 from fedquilt.core import Examples
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out, make_engine
-from fedquilt.tools.simulation.pool import LENGTH, Done, Place, Setup, Work, receive
+from fedquilt.tools.simulation.processes import LENGTH, receive
+from fedquilt.tools.simulation.workers import Done, Place, Setup, Work
 
 
 class Worker(Bench):
