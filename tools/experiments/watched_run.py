@@ -14,6 +14,8 @@ import msgspec
 
 from fedquilt import methods
 from fedquilt.coordinator import preflight
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import scores
@@ -39,7 +41,10 @@ def play(
     folder: Path,
     home: Path,
     *,
-    workers: int = 1,
+    workers: int | None = 1,
+    engine: str = "pool",
+    mixed: bool = False,
+    heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
     begun: Callable[[str], None] = lambda run: None,
     watch: Watch = lambda simulation: None,
 ) -> str:
@@ -53,7 +58,10 @@ def play(
         job: with data and a fleet.
         folder: the job's bundle.
         home: folder of the run.
-        workers: processes.
+        workers: processes; None: one in a pool, one for each processor of a Ray cluster.
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
+        mixed: permit machines that differ in processor, GPU and libraries.
+        heard: called with each fact of the run.
         begun: called with the run's id before its first round.
         watch: called before the first round, after each, and at the end.
 
@@ -74,7 +82,18 @@ def play(
                 _keep(home, simulation, lambda: judge.look(simulation, hands, shares=job.check.beside))
             watch(simulation)
 
-        simulate(job, folder, members, workers=workers, test=test, observe=observe, home=home)
+        simulate(
+            job,
+            folder,
+            members,
+            workers=workers,
+            engine=engine,
+            mixed=mixed,
+            test=test,
+            heard=heard,
+            observe=observe,
+            home=home,
+        )
     for each in ran:
         shutil.rmtree(each.devices, ignore_errors=True)
     return ran[0].run

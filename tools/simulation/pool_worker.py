@@ -55,6 +55,13 @@ class Worker(Bench):
         return found
 
 
+def prepare(engine: str) -> None:
+    """Import what is heavy, before anything is asked."""
+    name = "torch_batched" if engine == "torch" else f"{engine}_engine"
+    importlib.import_module(f"fedquilt.edge_agent.engines.{name}")
+    gc.freeze()  # what is imported stays: no later collection has to go through it
+
+
 def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> None:
     """Carry out what comes, until there is no more."""
     first = receive(orders)
@@ -71,8 +78,7 @@ def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> No
 def main() -> None:
     """Fork the workers and serve each one's socket until the parent ends."""
     die_with(int(sys.argv[1]))
-    importlib.import_module(f"fedquilt.edge_agent.engines.{_module(sys.argv[2])}")
-    gc.freeze()  # what is imported stays: no later collection has to go through it
+    prepare(sys.argv[2])
     numbers = [int(number) for number in sys.argv[3:]]
     mine, children = numbers[0], []
     for number in numbers[1:]:
@@ -89,10 +95,6 @@ def main() -> None:
     for pid in children:
         os.waitpid(pid, 0)
     os._exit(0)  # torch takes a second to go in good order, and everything has been said
-
-
-def _module(engine: str) -> str:
-    return "torch_batched" if engine == "torch" else f"{engine}_engine"
 
 
 if __name__ == "__main__":

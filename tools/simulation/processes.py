@@ -13,7 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,7 @@ import msgspec
 from fedquilt.core import JobError
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.workers import KEPT, SINGLE, Done, PoolError, Setup, Work
 
 TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
@@ -34,18 +35,20 @@ class Processes:
     Args:
         engine: "torch", "numpy" or "onnx": what they import before anything is asked of them.
         count: how many.
+        modules: top-level modules of plug-ins that the job needs.
 
     Raises, from every method:
         PoolError: a worker has ended unasked; says its last words.
     """
 
-    def __init__(self, engine: str, count: int) -> None:
+    def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:
         if count < 1:
             raise JobError(f"{count} workers: at least 1 is needed")
         self._engine, self._count = engine, count
         self._sockets: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._oom_kills = budget.oom_kills()
+        self.machines = {machines.name(): machines.here(modules, SINGLE["OMP_NUM_THREADS"])}
 
     def start(self, folder: Path) -> None:
         """Start the first, which forks the others."""

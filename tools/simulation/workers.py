@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -13,6 +13,7 @@ import msgspec
 
 from fedquilt.core import FedquiltError
 from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.tools.simulation.machines import Machine
 
 # one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
 SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -65,6 +66,11 @@ class Workers(Protocol):
 
     def start(self, folder: Path) -> None:
         """Start them, with a folder that is removed after their end."""
+        ...
+
+    @property
+    def machines(self) -> Mapping[str, Machine]:
+        """Their machines by name, as far as they are known."""
         ...
 
     def begin(self, setup: Setup) -> None:
