@@ -84,8 +84,8 @@ def play(
         job: with the run's method and seed.
         folder: its bundle.
         tell: called with the number of finished rounds.
-        workers: processes that carry the devices' work out; 0: this one does; None: one for each processor of a Ray
-            cluster.
+        workers: processes that carry the devices' work out; 0: this one does; None: one for each core, of this
+            machine or of the Ray cluster.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT".
         mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
         pick: chooses among the devices of the job those that take part.

@@ -91,7 +91,7 @@ def by_pool(
     Args:
         job: whose work they do.
         members: iterated once.
-        workers: how many; None: one in a pool, one for each processor of a Ray cluster.
+        workers: how many; None: one for each core, of this machine or of the Ray cluster.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`ray_workers.chosen`).
         mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
         modules: top-level modules of the job's plug-ins.
@@ -106,7 +106,7 @@ def by_pool(
     library, where = engine_of(job, methods.load(job.method)), chosen(engine, os.environ)
     made: Workers
     if where == "pool":
-        made = Processes(library, 1 if workers is None else workers, modules)
+        made = Processes(library, len(os.sched_getaffinity(0)) if workers is None else workers, modules)
     else:
         made = RayWorkers(library, where, count=workers, mixed=mixed, modules=modules)
     with Pool(made, itertools.chain(members, nothing), together=together) as pool:

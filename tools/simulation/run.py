@@ -100,8 +100,8 @@ def simulate(
     Args:
         job: with its fleet.
         folder: its bundle.
-        workers: processes of the pool; 0: this process carries the devices' work out; None: one in a pool, one for
-            each processor of a Ray cluster.
+        workers: processes of the pool; 0: this process carries the devices' work out; None: one for each
+            core, of this machine or of the Ray cluster.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT".
         mixed: permit machines that differ in processor, GPU and libraries: of one cluster, or of an interrupted run
             and of what goes on with it.
