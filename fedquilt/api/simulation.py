@@ -49,8 +49,8 @@ def simulate(
         seed: in place of the job's; the partition is drawn by it too, unless the job's data has a seed of its own.
         workers: processes that train devices; None: one for each core, of this machine or of the Ray cluster.
         engine: "pool": processes of this machine; "ray": those of the Ray cluster that it is a node of, or of a Ray
-            that is started for the run; "ray://HOST:PORT": of a cluster elsewhere; "auto": a pool, unless RAY_ADDRESS says
-            that this process belongs to a cluster.
+            that is started for the run; "ray://HOST:PORT": of a cluster elsewhere; "auto": a pool, unless RAY_ADDRESS
+            says that this process belongs to a cluster.
         mixed: permit machines that differ in processor, GPU or libraries: nodes of a cluster, or those of an
             interrupted run and of what goes on with it. Results then do not repeat bit for bit.
         home: folder that keeps the run, and its bundle; a run that was interrupted there goes on. None: a temporary

@@ -303,8 +303,8 @@ def workers(function: Callable[..., Any]) -> Callable[..., Any]:
             "--engine",
             metavar="ENGINE",
             help="Workers that do the boards' work: pool, processes of this machine; ray, of the Ray cluster that it "
-            "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, pool "
-            "unless RAY_ADDRESS is set.",
+            "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, "
+            "pool unless RAY_ADDRESS is set.",
             group="Workers",
         ),
     ):

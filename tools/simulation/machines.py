@@ -55,7 +55,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {
             "processor": self.processor,
             "GPU": ", ".join(self.gpus) or "none",
-            "threads:": self.threads or "any",
+            "threads": self.threads or "any",
             **self.libraries,
         }
 

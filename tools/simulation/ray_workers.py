@@ -38,7 +38,8 @@ LOOK_S: Final = 5.0  # between two looks at which nodes there are
 PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
 FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
 LEAVING_S: Final = 5.0
-TOKEN: Final = "the same token (~/.ray/auth_token) on all of them"  # noqa: S105
+QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
+ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a Ray that listens on 127.0.0.1 alone
 
 
 @dataclass
@@ -72,7 +73,7 @@ class RayWorkers:
         self._engine, self._address, self._count = engine, address, count
         self._mixed, self._modules = mixed, tuple(sorted(modules))
         self._ray: Any = None
-        self._ours = False  # whether this Ray is to be left at the end
+        self._connected = self._own = False  # whether this Ray is to be left at the end, and was started for the run
         self._all: dict[int, Hired] = {}
         self._calls: dict[Any, int] = {}  # reference of an answer -> worker
         self._number = 0
@@ -91,7 +92,6 @@ class RayWorkers:
 
     def start(self, folder: Path) -> None:
         """Connect, and start the workers."""
-        self._ray = extras.load("ray")
         self._connect()
         nodes = self._nodes()
         there = sum(nodes.values())
@@ -173,43 +173,44 @@ class RayWorkers:
             for each in self._all.values():
                 self._ray.kill(each.actor)
         self._all, self._calls, self._references, self._pieces = {}, {}, {}, []
-        if self._ours:
+        if self._connected:
             self._ray.shutdown()
 
     # -- within --
 
     def _connect(self) -> None:
-        """Connect to the cluster, unless this process is connected to one.
+        """Load Ray, and connect to the cluster unless this process is connected to one.
 
         Raises:
-            PoolError: none answers, or it is of another version.
+            JobError: Ray is not installed.
+            PoolError: no cluster answers, or it is of another version.
         """
-        if self._ray.is_initialized():
-            return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it connects
-        quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-        try:
-            if self._address != "ray":
-                self._ray.init(address=self._address, **quiet)
-            else:
-                try:
-                    self._ray.init(address="auto", **quiet)
-                except ConnectionError:
-                    self._ray.init(
-                        address="local",
-                        num_cpus=self._count or len(os.sched_getaffinity(0)),
-                        include_dashboard=False,
-                        object_store_memory=STORE_BYTES,
-                        _node_ip_address="127.0.0.1",
-                        **quiet,
-                    )
-        except (ConnectionError, RuntimeError, ValueError, ImportError, self._ray.exceptions.RayError) as error:
-            said = " ".join(str(error).split())[:300]
-            raise PoolError(
-                f"no Ray cluster could be reached at {self._address} ({said}): it has to run the same versions of Ray "
-                f"and Python, with {TOKEN}; {SCHEME}HOST:PORT names its client server, port 10001 unless told otherwise"
-            ) from None
-        self._ours = True
+        there = self._address if self._address != "ray" else running(os.environ)
+        own = {} if there else {**SINGLE, **KEPT, **ALONE}
+        with _environment({**QUIET, **own}):
+            self._ray = extras.load("ray")
+            if self._ray.is_initialized():
+                return
+            how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+            if not there:
+                how |= {
+                    "num_cpus": self._count or len(os.sched_getaffinity(0)),
+                    "include_dashboard": False,
+                    "object_store_memory": STORE_BYTES,
+                    "_node_ip_address": "127.0.0.1",
+                }
+            try:
+                self._ray.init(address=there or "local", **how)
+            except (ConnectionError, RuntimeError, ValueError, ImportError, self._ray.exceptions.RayError) as error:
+                said = " ".join(str(error).split())[:300]
+                raise PoolError(
+                    f"no Ray could be reached at {there} ({said}): it has to run the same versions of Ray and Python, "
+                    f"with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client server, port "
+                    "10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
+                    if there
+                    else f"Ray could not be started ({said}): `fedquilt fleet --engine pool` needs none"
+                ) from None
+        self._connected, self._own = True, not there
 
     def _nodes(self) -> dict[str, int]:
         """Nodes that are there, and how many processors each has."""
@@ -242,7 +243,7 @@ class RayWorkers:
         actor = self._actor.options(
             num_cpus=1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            runtime_env={"env_vars": {**KEPT, **SINGLE}},
+            runtime_env=None if self._own else {"env_vars": {**KEPT, **SINGLE}},
         ).remote(msgspec.msgpack.encode(asked))
         self._all[self._number] = Hired(actor, node)
         self._call(self._number, actor.hello.remote())
@@ -340,6 +341,35 @@ class RayWorkers:
             while len(self._references) > REFERENCES:
                 del self._references[next(iter(self._references))]
         return reference
+
+
+def running(environ: Mapping[str, str]) -> str | None:
+    """Address of the Ray that this machine is a node of: RAY_ADDRESS, or what `ray start` notes; None: there is none.
+
+    Ray itself would also take one that somebody else's program has started for itself.
+    """
+    if address := environ.get("RAY_ADDRESS"):
+        return address
+    noted = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
+    try:
+        return noted.read_text().strip() or None
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables that Ray, and the processes that it starts now, find in their environment."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def chosen(engine: str, environ: Mapping[str, str]) -> str:
