@@ -10,6 +10,8 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,6 +40,7 @@ LOOK_S: Final = 5.0  # between two looks at which nodes there are
 PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
 FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
 LEAVING_S: Final = 5.0
+KNOCK_S: Final = 10.0
 QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
 ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a Ray that listens on 127.0.0.1 alone
 
@@ -199,9 +202,12 @@ class RayWorkers:
                     "object_store_memory": STORE_BYTES,
                     "_node_ip_address": "127.0.0.1",
                 }
+            then = signal.getsignal(signal.SIGTERM)
             try:
+                if there:
+                    _knock(there)
                 self._ray.init(address=there or "local", **how)
-            except (ConnectionError, RuntimeError, ValueError, ImportError, self._ray.exceptions.RayError) as error:
+            except (OSError, RuntimeError, ValueError, ImportError, self._ray.exceptions.RayError) as error:
                 said = " ".join(str(error).split())[:300]
                 raise PoolError(
                     f"no Ray could be reached at {there} ({said}): it has to run the same versions of Ray and Python, "
@@ -210,6 +216,9 @@ class RayWorkers:
                     if there
                     else f"Ray could not be started ({said}): `fedquilt fleet --engine pool` needs none"
                 ) from None
+            finally:
+                with contextlib.suppress(ValueError):  # in another thread than the main one Ray sets none
+                    signal.signal(signal.SIGTERM, then)  # this process ends as it did before
         self._connected, self._own = True, not there
 
     def _nodes(self) -> dict[str, int]:
@@ -355,6 +364,18 @@ def running(environ: Mapping[str, str]) -> str | None:
         return noted.read_text().strip() or None
     except OSError:
         return None
+
+
+def _knock(address: str) -> None:
+    """Try whether anybody listens at an address: Ray waits for minutes for a cluster that is gone.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, colon, port = address.removeprefix(SCHEME).rpartition(":")
+    if colon and port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_S):
+            pass
 
 
 @contextlib.contextmanager
