@@ -21,7 +21,8 @@ from fedquilt.tools.simulation import Member, hands, machines
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
-from fedquilt.tools.simulation.ray_workers import RayWorkers, chosen
+from fedquilt.tools.simulation.ray_cluster import chosen
+from fedquilt.tools.simulation.ray_workers import RayWorkers
 from fedquilt.tools.simulation.simulated_job import NEWCOMER, Ahead, Simulation, engine_of
 from fedquilt.tools.simulation.workers import Workers
 
@@ -92,7 +93,7 @@ def by_pool(
         job: whose work they do.
         members: iterated once.
         workers: how many; None: one for each core, of this machine or of the Ray cluster.
-        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`ray_workers.chosen`).
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`ray_cluster.chosen`).
         mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
         modules: top-level modules of the job's plug-ins.
         together: train several devices in one graph.

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
-import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,28 +18,22 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from fedquilt import extras
 from fedquilt.core import JobError
 from fedquilt.disk import REAL
 from fedquilt.edge_agent.task.protocol import Order
-from fedquilt.tools.simulation import machines, parcels
+from fedquilt.tools.simulation import machines, parcels, ray_cluster
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.ray_node import Node
 from fedquilt.tools.simulation.workers import KEPT, SINGLE, Done, PoolError, Setup, Work
 
 log = logging.getLogger("fedquilt.simulation")
 
-SCHEME: Final = "ray://"
-STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started here; what is more goes to its disk
 PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
 REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
 LOOK_S: Final = 5.0  # between two looks at which nodes there are
 PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
 FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
 LEAVING_S: Final = 5.0
-KNOCK_S: Final = 10.0
-QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
-ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a Ray that listens on 127.0.0.1 alone
 
 
 @dataclass
@@ -95,7 +86,7 @@ class RayWorkers:
 
     def start(self, folder: Path) -> None:
         """Connect, and start the workers."""
-        self._connect()
+        self._ray, self._connected, self._own = ray_cluster.connect(self._address, self._count)
         nodes = self._nodes()
         there = sum(nodes.values())
         if self._count is not None and self._count > there:
@@ -180,46 +171,6 @@ class RayWorkers:
             self._ray.shutdown()
 
     # -- within --
-
-    def _connect(self) -> None:
-        """Load Ray, and connect to the cluster unless this process is connected to one.
-
-        Raises:
-            JobError: Ray is not installed.
-            PoolError: no cluster answers, or it is of another version.
-        """
-        there = self._address if self._address != "ray" else running(os.environ)
-        own = {} if there else {**SINGLE, **KEPT, **ALONE}
-        with _environment({**QUIET, **own}):
-            self._ray = extras.load("ray")
-            if self._ray.is_initialized():
-                return
-            how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-            if not there:
-                how |= {
-                    "num_cpus": self._count or len(os.sched_getaffinity(0)),
-                    "include_dashboard": False,
-                    "object_store_memory": STORE_BYTES,
-                    "_node_ip_address": "127.0.0.1",
-                }
-            then = signal.getsignal(signal.SIGTERM)
-            try:
-                if there:
-                    _knock(there)
-                self._ray.init(address=there or "local", **how)
-            except (OSError, RuntimeError, ValueError, ImportError, self._ray.exceptions.RayError) as error:
-                said = " ".join(str(error).split())[:300]
-                raise PoolError(
-                    f"no Ray could be reached at {there} ({said}): it has to run the same versions of Ray and Python, "
-                    f"with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client server, port "
-                    "10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
-                    if there
-                    else f"Ray could not be started ({said}): `fedquilt fleet --engine pool` needs none"
-                ) from None
-            finally:
-                with contextlib.suppress(ValueError):  # in another thread than the main one Ray sets none
-                    signal.signal(signal.SIGTERM, then)  # this process ends as it did before
-        self._connected, self._own = True, not there
 
     def _nodes(self) -> dict[str, int]:
         """Nodes that are there, and how many processors each has."""
@@ -350,60 +301,3 @@ class RayWorkers:
             while len(self._references) > REFERENCES:
                 del self._references[next(iter(self._references))]
         return reference
-
-
-def running(environ: Mapping[str, str]) -> str | None:
-    """Address of the Ray that this machine is a node of: RAY_ADDRESS, or what `ray start` notes; None: there is none.
-
-    Ray itself would also take one that somebody else's program has started for itself.
-    """
-    if address := environ.get("RAY_ADDRESS"):
-        return address
-    noted = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
-    try:
-        return noted.read_text().strip() or None
-    except OSError:
-        return None
-
-
-def _knock(address: str) -> None:
-    """Try whether anybody listens at an address: Ray waits for minutes for a cluster that is gone.
-
-    Raises:
-        OSError: nobody does.
-    """
-    host, colon, port = address.removeprefix(SCHEME).rpartition(":")
-    if colon and port.isdigit():
-        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_S):
-            pass
-
-
-@contextlib.contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Variables that Ray, and the processes that it starts now, find in their environment."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def chosen(engine: str, environ: Mapping[str, str]) -> str:
-    """The engine that a word stands for: "pool", "ray", or the address of a cluster.
-
-    "auto" is a pool of processes on one machine, and Ray where RAY_ADDRESS says that this process belongs to a cluster.
-
-    Raises:
-        JobError: no such engine.
-    """
-    if engine == "auto":
-        return "ray" if environ.get("RAY_ADDRESS") else "pool"
-    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
-    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
-        return engine
-    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")

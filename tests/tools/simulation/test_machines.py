@@ -12,7 +12,7 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.testing.toys import learners, to_train
-from fedquilt.tools.simulation import machines, ray_workers
+from fedquilt.tools.simulation import machines, ray_cluster
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.run import simulate
 
@@ -86,27 +86,27 @@ def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["pool", "ray", "ray://head:10001", "ray://[::1]:10001"])
 def test_an_engine_is_taken_at_its_word(word: str) -> None:
     """Whatever the environment says."""
-    assert ray_workers.chosen(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
+    assert ray_cluster.chosen(word, {"RAY_ADDRESS": "10.0.0.1:6379"}) == word
 
 
 def test_auto_is_a_pool_except_within_a_ray_cluster() -> None:
     """Ray's own launchers say so by RAY_ADDRESS."""
-    assert ray_workers.chosen("auto", {}) == "pool"
-    assert ray_workers.chosen("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
+    assert ray_cluster.chosen("auto", {}) == "pool"
+    assert ray_cluster.chosen("auto", {"RAY_ADDRESS": "10.0.0.1:6379"}) == "ray"
 
 
 @pytest.mark.parametrize("word", ["dask", "ray://", "ray://head", "ray://:10001", "ray://head:port", ""])
 def test_an_unknown_engine_is_refused_with_those_there_are(word: str) -> None:
     """Before anything starts."""
     with pytest.raises(JobError, match="is none of auto, pool, ray and ray://HOST:PORT"):
-        ray_workers.chosen(word, {})
+        ray_cluster.chosen(word, {})
 
 
 def test_the_ray_of_this_machine_is_the_one_that_ray_start_has_noted(tmp_path: Path) -> None:
     """RAY_ADDRESS comes first; without either there is none."""
     given = {"RAY_TMPDIR": str(tmp_path)}
-    assert ray_workers.running(given) is None
+    assert ray_cluster.running(given) is None
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")
-    assert ray_workers.running(given) == "10.0.0.2:6379"
-    assert ray_workers.running({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+    assert ray_cluster.running(given) == "10.0.0.2:6379"
+    assert ray_cluster.running({**given, "RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
