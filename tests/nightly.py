@@ -46,6 +46,7 @@ BENCHES: Final = (
     "coordinator",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"
+RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_methods.py")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",
@@ -227,7 +228,7 @@ def with_ray(find: Callable[[str], str | None] | None = None) -> Stage:
         (find or interpreter)(PYTHONS[0]),
         PYTHONS[0],
         ("ray[client]>=2.50,<3", "torch"),
-        (("-m", "pytest", "tests/tools/simulation/test_ray.py", "-m", "nightly or not nightly"),),
+        (("-m", "pytest", *RAY, "-m", "nightly or not nightly"),),
     )
 
 
