@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -33,6 +33,7 @@ class Common:
         self._held = held
         self._order: Order | None = None
         self._asks: dict[tuple[str, tuple[Action, ...], bool], Ask] = {}  # of that order
+        self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def order(self, send: Callable[[Any, DeviceView], Order | None], state: Any, view: DeviceView) -> Order | None:
         """What a method orders of a device."""
@@ -51,6 +52,21 @@ class Common:
         if known is None:
             known = self._asks[key] = ask_of(order, actions, engine, self._held, uneven)
         return known
+
+    def task(self, order: Order, alike: Hashable, make: Callable[[], Task], **own: Any) -> Task:
+        """Task of an order, made anew unless the one before was of this order and as much `alike`.
+
+        Args:
+            order: of a device.
+            alike: what decides the fields that devices have in common; among it the time, as blobs may vanish.
+            make: builds the message.
+            own: fields that are the device's own.
+        """
+        if order is not self._order:
+            return msgspec.structs.replace(make(), **own)
+        if self._made is None or self._made[0] != alike:
+            self._made = (alike, make())
+        return msgspec.structs.replace(self._made[1], **own)
 
 
 def make_task(

@@ -37,6 +37,7 @@ class Hands:
         carry: carries orders out, one outcome each, in their order.
         held: device -> how many held-out examples it has.
         ahead: is told of orders before they are to be carried out; None: nobody.
+        ready: waits until orders are carried out at once.
         machines: that do the work, by name.
     """
 
@@ -45,9 +46,10 @@ class Hands:
         carry: Callable[[Sequence[Order]], Iterable[Outcome]],
         held: Mapping[str, int],
         ahead: Ahead | None = None,
+        ready: Callable[[], None] = lambda: None,
         machines: Mapping[str, Machine] = {},
     ) -> None:
-        self._carry, self._held, self.ahead, self.machines = carry, held, ahead, machines
+        self._carry, self._held, self.ahead, self.ready, self.machines = carry, held, ahead, ready, machines
 
     def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
         """Carry out the orders, one outcome each."""
@@ -112,8 +114,11 @@ def by_pool(
         made = RayWorkers(library, where, count=workers, mixed=mixed, modules=modules)
     with Pool(made, itertools.chain(members, nothing), together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
-        pool.warm()
-        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held, pool, made.machines), held
+
+        def carry(orders: Sequence[Order]) -> Iterator[Outcome]:
+            return (outcome for _, outcome in pool.carry_out(orders))
+
+        yield Hands(carry, held, pool, pool.warm, made.machines), held
 
 
 def in_process(

@@ -137,8 +137,11 @@ def simulate(
             )
             carry, held = stack.enter_context(pool)
         simulation = stack.enter_context(Simulation(job, folder, held, place, heard=heard, away=away))
-        machines.keep(place, simulation.run, carry.machines, mixed=mixed)
         simulation.look_ahead(carry.ahead)
+        waited_s = time.perf_counter()
+        carry.ready()  # workers have imported their engine while the run was taken up
+        simulation.paused(time.perf_counter() - waited_s)
+        machines.keep(place, simulation.run, carry.machines, mixed=mixed)
         start_s = time.perf_counter() - began_s
         for each in play([simulation], carry):
             observe(each, carry)
