@@ -108,9 +108,8 @@ class Running:
 
     def pinned(self) -> set[str]:
         """Blobs that must outlive what follows from the next fact: the bundle, the state and a stored sum."""
-        kept = {ref.sha256 for ref in self.bundle.files.values()}
-        kept |= {self.rounds.state.sha256} if self.rounds.state else set()
-        return kept | ({self.rounds.folded.sum.sha256} if self.rounds.folded else set())
+        sum = self.rounds.folded.sum if self.rounds.folded else None
+        return {ref.sha256 for ref in (self.rounds.state, sum, *self.bundle.files.values()) if ref is not None}
 
     def task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
@@ -126,8 +125,7 @@ class Running:
         """
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
-        order = kept or self._order(device, profile)
-        if order is None:
+        if (order := kept or self._order(device, profile)) is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
         asked = actions or self.rounds.actions

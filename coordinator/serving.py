@@ -199,8 +199,7 @@ class Serving:
         """Apply an event: facts first, then actions."""
         step = admission.heard(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
         self.arriving.pop(event.device, None)
-        if step.arriving is not None:
-            self.arriving[event.device] = step.arriving
+        self.arriving.update({} if step.arriving is None else {event.device: step.arriving})
         for fact in step.facts:
             self.record(fact, now_s)
         for action in step.actions:
