@@ -220,7 +220,18 @@ def part(state: Any) -> Expected:
     return Expected({"model": state.model}, whole=False)
 
 
-@adds_up(Sum)
+def sound(state: State, total: Sum, weight: float) -> None:
+    """Check a site's sum before it is merged.
+
+    Raises:
+        UpdateError: it has another weight than its update, other tensors than the model, or a number out of range.
+    """
+    if total.weight != weight:
+        raise UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
+    exact.require(total.total, state.model, weight)
+
+
+@adds_up(Sum, sound)
 @expects(whole)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update to the sums, weighted by its examples, in place.

@@ -105,7 +105,15 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
-@adds_up(Sum)
+def sound(state: State, total: Sum, weight: float) -> None:
+    """Check a site's sums; raises UpdateError as `fedavg.sound`, for the slopes too, and where too many are new."""
+    fedavg.sound(state, total, weight)
+    exact.require(total.slopes, state.control, weight)
+    if not 0 <= total.new <= weight:
+        raise UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
+
+
+@adds_up(Sum, sound)
 @expects(fedavg.whole)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update's model, and its mean gradient recovered from the path x - y, in place."""

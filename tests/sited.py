@@ -1,0 +1,106 @@
+"""Sites on virtual time: a coordinator, sites below it, and boards that train, all in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedquilt import tensors
+from fedquilt.blobs.shared_store import Shared
+from fedquilt.coordinator import sites
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import AnyFact, Committed
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.data import examples
+from fedquilt.edge_agent import settings
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices import make
+from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.site.agent import SiteAgent
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+
+Seat = tuple[MemoryLink, Endpoint]
+
+
+@dataclass
+class Federation:
+    """A coordinator above sites, or above boards alone."""
+
+    plan: Plan
+    stack: contextlib.ExitStack
+    broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
+    seats: list[Seat] = field(default_factory=list)
+    sites: list[SiteAgent] = field(default_factory=list)
+    facts: list[AnyFact] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = self.stack.enter_context(Store(self.plan.home, durable=False))
+        assert self.store.lock()
+        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id="job-1")
+        link = self.broker.connect()
+        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
+        self.server = Server(executor, self.store, self._observe, only=self.run)
+        self.seats.append((link, self.server))
+        self._together = examples.Together()
+        self._shared = Shared(self.plan.folder(self.run, ".shared"))
+        self.tables = self.plan.agents(self.run)
+
+    def _observe(self, job: Any, fact: AnyFact) -> None:
+        self.facts.append(fact)
+        if isinstance(fact, Committed):
+            payload = self.store.depot.load(fact.state.sha256)
+            assert payload is not None
+            self.states.append(payload)
+
+    def boards(self, tables: Sequence[dict[str, Any]], fleet: str) -> None:
+        """Boards of one coordinator."""
+        for table in tables:
+            options = settings.parse({**table, "fleet": fleet})
+            board, link = make(options.board), self.broker.connect()
+            worker = InlineWorker(board, self._together.load)
+            agent = Agent(link, options, board, worker, durable=False, shared=self._shared, clock=lambda: None)
+            self.seats.append((link, agent))
+
+    def site(
+        self, name: str, tables: Sequence[dict[str, Any]], above: Callable[[MemoryLink], Any] = lambda link: link
+    ) -> None:
+        """A site with its boards; `above` may be something around its link to the coordinator above."""
+        home = self.plan.home / name
+        store = self.stack.enter_context(Store(home, durable=False))
+        assert store.lock()
+        down, up = self.broker.connect(), self.broker.connect()
+        options = settings.parse({"device": name, "fleet": self.plan.fleet, "home": str(home / "above")})
+        agent = SiteAgent(above(up), options, store, durable=False)
+        executor = OverLink(down, name, store.depot, store.next_epoch())
+        agent.serves(Server(executor, store, agent.observe, around=sites.below))
+        self.boards(tables, name)
+        self.seats += [(down, agent.server), (up, agent)]
+        self.sites.append(agent)
+
+    def play(self, until: Callable[[], bool] = lambda: False) -> str:
+        """Run it to the end of its job; returns how that ended."""
+        simulate(self.broker, lambda: self.seats, lambda: self.server.finished or until())
+        return self.store.status(self.run)
+
+
+@contextlib.contextmanager
+def federation(plan: Plan, split: Sequence[int] = ()) -> Iterator[Federation]:
+    """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
+    with contextlib.ExitStack() as stack:
+        made = Federation(plan, stack)
+        begin = 0
+        for number, count in enumerate(split):
+            made.site(f"site-{number}", made.tables[begin : begin + count])
+            begin += count
+        made.boards(made.tables[begin:], plan.fleet)
+        yield made
+
+
+def unpacked(payload: bytes, kind: type) -> Any:
+    """A state as its method knows it."""
+    return tensors.unpack(payload, kind)
