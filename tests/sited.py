@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedquilt import tensors
+from fedquilt import tensors, wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.coordinator import sites
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.data import examples
@@ -26,6 +26,24 @@ from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 Seat = tuple[MemoryLink, Endpoint]
 
 
+class Uplink:
+    """Link of a site to the coordinator above, which may be lost and made again."""
+
+    def __init__(self, broker: MemoryBroker, fleet: str, device: str) -> None:
+        gone = wire.encode(wire.Presence(online=False, boot="site", seq=0))
+        self._broker, self._will = broker, (wire.Topics(fleet).device(device, "up", "presence"), gone)
+        self.session, self.inner = 1, broker.connect(self._will)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def renewed(self) -> MemoryLink:
+        """Connect again."""
+        self.session += 1
+        self.inner = self._broker.connect(self._will)
+        return self.inner
+
+
 @dataclass
 class Federation:
     """A coordinator above sites, or above boards alone."""
@@ -37,6 +55,8 @@ class Federation:
     sites: list[SiteAgent] = field(default_factory=list)
     facts: list[AnyFact] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
+    answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
+    below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
 
     def __post_init__(self) -> None:
         self.store = self.stack.enter_context(Store(self.plan.home, durable=False))
@@ -46,12 +66,15 @@ class Federation:
         executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
         self.server = Server(executor, self.store, self._observe, only=self.run)
         self.seats.append((link, self.server))
+        self._up: dict[str, Uplink] = {}
         self._together = examples.Together()
         self._shared = Shared(self.plan.folder(self.run, ".shared"))
         self.tables = self.plan.agents(self.run)
 
     def _observe(self, job: Any, fact: AnyFact) -> None:
         self.facts.append(fact)
+        if isinstance(fact, Answered):
+            self.answered.setdefault(fact.round, []).append(fact.update.device)
         if isinstance(fact, Committed):
             payload = self.store.depot.load(fact.state.sha256)
             assert payload is not None
@@ -66,21 +89,36 @@ class Federation:
             agent = Agent(link, options, board, worker, durable=False, shared=self._shared, clock=lambda: None)
             self.seats.append((link, agent))
 
-    def site(
-        self, name: str, tables: Sequence[dict[str, Any]], above: Callable[[MemoryLink], Any] = lambda link: link
-    ) -> None:
-        """A site with its boards; `above` may be something around its link to the coordinator above."""
+    def site(self, name: str, tables: Sequence[dict[str, Any]]) -> None:
+        """A site with its boards."""
         home = self.plan.home / name
         store = self.stack.enter_context(Store(home, durable=False))
         assert store.lock()
-        down, up = self.broker.connect(), self.broker.connect()
+        down, up = self.broker.connect(), Uplink(self.broker, self.plan.fleet, name)
         options = settings.parse({"device": name, "fleet": self.plan.fleet, "home": str(home / "above")})
-        agent = SiteAgent(above(up), options, store, durable=False)
+        agent = SiteAgent(up, options, store, durable=False)
+        facts = self.below[name] = []
+
+        def observe(job: Any, fact: AnyFact) -> None:
+            facts.append(fact)
+            agent.observe(job, fact)
+
         executor = OverLink(down, name, store.depot, store.next_epoch())
-        agent.serves(Server(executor, store, agent.observe, around=sites.below))
+        agent.serves(Server(executor, store, observe, around=sites.below))
         self.boards(tables, name)
-        self.seats += [(down, agent.server), (up, agent)]
+        self.seats += [(down, agent.server), (up.inner, agent)]
         self.sites.append(agent)
+        self._up[name] = up
+
+    def cut(self, name: str) -> None:
+        """A site loses its connection to the coordinator above."""
+        self.broker.lose(self._up[name].inner)
+
+    def join(self, name: str) -> None:
+        """It has it again, with a new session."""
+        up = self._up[name]
+        (place,) = [at for at, (link, _) in enumerate(self.seats) if link is up.inner]
+        self.seats[place] = (up.renewed(), self.seats[place][1])
 
     def play(self, until: Callable[[], bool] = lambda: False) -> str:
         """Run it to the end of its job; returns how that ended."""

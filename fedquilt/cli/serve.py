@@ -27,6 +27,13 @@ from fedquilt.core import JobError
     "Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment.",
     group="Blobs",
 )
+@option(
+    "--site",
+    type=options.PATH,
+    metavar="FILE",
+    help="Be a site: a device of the coordinator above that this file names, as a board's agent.toml does (device, "
+    "home, fleet, [broker]), which answers with the sum of the boards here.",
+)
 @options.log_format
 @options.broker()
 def serve(
@@ -35,6 +42,7 @@ def serve(
     blobs_http: str | None,
     blobs_url: str | None,
     blobs_s3: str | None,
+    site: Path | None,
     log_format: str,
     broker: options.Broker,
 ) -> None:
@@ -63,4 +71,20 @@ def serve(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        coordinate(store, link, broker.fleet, console, identity=identity, metrics=metrics, limits=limited, where=where)
+        above = None
+        if site is not None:
+            from fedquilt.tools.site.agent import connected
+
+            above = connected(site, store)
+            console.say(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
+        coordinate(
+            store,
+            link,
+            broker.fleet,
+            console,
+            identity=identity,
+            metrics=metrics,
+            limits=limited,
+            where=where,
+            site=above,
+        )
