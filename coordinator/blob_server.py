@@ -5,8 +5,8 @@
     HEAD /blobs/<sha256>   Upload-Offset: where the upload stands
 
 Each transfer has a token of its own, which the board got by the broker; in a fleet with certificates it has to show its
-own besides. A connection has one request, a thread, little time and a place among a bounded number. What is said of
-errors goes to the board; nothing of a request is logged.
+own besides. A connection has one request, a thread, little time and a place among a bounded number. Errors are
+explained to the board; nothing of a request is logged.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fedquilt.transport.handshake import Identity, peer_of
 log = logging.getLogger("fedquilt.coordinator.blobs")
 
 CONNECTIONS_MOST: Final = 256
-OF_ONE_MOST: Final = 16  # connections of one address without a request that is allowed
+OF_ONE_MOST: Final = 16  # most connections of one address that have shown no token
 HEADER_S: Final = 5.0  # for the TLS handshake and the request's header together
 HEADER_BYTES: Final = 8 * 1024
-AGAIN_MOST: Final = 4  # times that a blob may go over the wire for one grant, resumptions included
+AGAIN_MOST: Final = 4  # most times that a blob is transferred for one grant, resumptions included
 GRANTS_MOST: Final = 100_000
 _REQUEST: Final = re.compile(rb"(GET|HEAD|PUT) /blobs/([0-9a-f]{64}) HTTP/1\.[01]\Z")
 _RANGE: Final = re.compile(r"bytes=(\d{1,16})-(\d{0,16})\Z")
@@ -80,22 +80,22 @@ class Grant:
 
     device: str
     ref: BlobRef
-    intake: Intake | None  # where the device's bytes go; None: it fetches
-    left_bytes: int  # that may still go over the wire
+    intake: Intake | None  # takes the device's bytes; None: the device fetches
+    left_bytes: int  # that may still be transferred
 
 
 class BlobServer:
-    """Serves blobs of a depot, in threads, from its making to `close`.
+    """Server of a depot's blobs, in threads of its own, which listens until `close`.
 
     Args:
-        host, port: where it listens; port 0: any that is free.
+        host, port: address to listen at; port 0: any that is free.
         depot: of the blobs.
         allowed: `allowed(device, sha256)`: whether a device may have a blob now.
-        tell: is told the end of each upload, in another thread.
+        tell: called with the end of each upload, from another thread.
         identity: certificates of the fleet; None: no TLS, and a token is all that a board has to show.
 
     Raises:
-        JobError: it cannot listen there.
+        JobError: the address cannot be listened at.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class BlobServer:
         identity: Identity | None = None,
     ) -> None:
         self._depot, self._allowed, self._tell, self._identity = depot, allowed, tell, identity
-        self._grants: dict[str, Grant] = {}  # sha256 of its token -> what it opens
-        self._tokens: dict[tuple[str, str, bool], str] = {}  # device, blob, whether it is put -> its token
+        self._grants: dict[str, Grant] = {}  # sha256 of a token -> its grant
+        self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
         self._lock = threading.Lock()
-        self._connections: Counter[str] = Counter()  # by address, "" all
+        self._connections: Counter[str] = Counter()  # open ones by address; "": all of them
         self._closed = False
         try:
             self._socket = socket.create_server(
@@ -124,11 +124,11 @@ class BlobServer:
 
     @property
     def port(self) -> int:
-        """Port that it listens on."""
+        """Port that the server listens on."""
         return int(self._socket.getsockname()[1])
 
     def grant(self, device: str, ref: BlobRef, intake: Intake | None = None) -> str:
-        """A token for one blob and device, to fetch it or to put it into an intake; that of an earlier intake ends."""
+        """Token for one device to fetch a blob, or to upload it into an intake; an earlier intake's token ends."""
         key = (device, ref.sha256, intake is not None)
         with self._lock:
             if intake is None and (known := self._tokens.get(key)) is not None:
@@ -187,11 +187,11 @@ class BlobServer:
                 try:
                     request = _read(line)
                     grant = self._granted(request, line.peer)
-                    self._count(names.pop(), -1)  # whoever shows a token does not shut out who is at the same address
+                    self._count(names.pop(), -1)  # a board with a token leaves room for others behind the same address
                     self._answer(line, request, grant)
                 except _Said as said:
                     line.answer(said.status, {}, str(said).encode())
-        except OSError as error:  # TLS's errors and time-outs are some
+        except OSError as error:  # errors of TLS and time-outs are kinds of OSError
             log.debug("a connection of %s ended early: %s", address, error)
         except Exception:
             log.exception("a connection of %s ended", address)
@@ -223,7 +223,7 @@ class BlobServer:
         if grant.intake is None:
             return self._give(line, request, grant)
         if request.method == "HEAD":
-            grant.intake.turn()  # what still comes over an earlier connection is not taken any more
+            grant.intake.turn()  # bytes of an earlier connection are refused from now on
             due = grant.intake.due()
             offset = grant.ref.size if due is None else due[0]
             return line.answer(204, {"Upload-Offset": str(offset)})
@@ -273,7 +273,7 @@ class BlobServer:
         line.answer(204, {})
 
     def _spend(self, grant: Grant, size: int) -> None:
-        """Count bytes of a blob; more than AGAIN_MOST times as many as it has are an error of the board."""
+        """Count transferred bytes of a grant; more than AGAIN_MOST times the blob's size are refused."""
         with self._lock:
             grant.left_bytes -= size
             if grant.left_bytes <= 0 and not size:
@@ -281,11 +281,11 @@ class BlobServer:
 
 
 class _Line:
-    """A connection: its bytes have to come within a time while its header is read."""
+    """A connection, whose header has to arrive within HEADER_S."""
 
     def __init__(self, sock: socket.socket, identity: Identity | None) -> None:
         self.sock: socket.socket = sock
-        self.peer: str | None = None  # who it is by its certificate; None: nobody asks
+        self.peer: str | None = None  # name in the peer's certificate; None: the fleet has none
         self._until_s: float | None = time.monotonic() + HEADER_S
         try:
             sock.settimeout(HEADER_S)
@@ -309,7 +309,7 @@ class _Line:
         """Seconds that the next bytes may take.
 
         Raises:
-            TimeoutError: none.
+            TimeoutError: no time is left.
         """
         if self._until_s is None:
             return STALL_S
@@ -318,7 +318,7 @@ class _Line:
         return left_s
 
     def header_read(self) -> None:
-        """From now on bytes may take their time."""
+        """End the time limit of the header."""
         self._until_s = None
         self.sock.settimeout(STALL_S)
 
@@ -332,7 +332,7 @@ class _Line:
         self.sock.sendall("\r\n".join([*lines, "", ""]).encode() + (body or b""))
 
     def close(self) -> None:
-        """End it, after what was sent has been taken or for a short while."""
+        """Close the connection once the peer has read the answer, or after a short while."""
         with contextlib.suppress(OSError):
             self.sock.settimeout(1.0)
             self.sock.shutdown(socket.SHUT_WR)  # closing with bytes unread would reset it, and lose the answer
@@ -343,7 +343,7 @@ class _Line:
 
 
 class _Until(io.RawIOBase):
-    """Reads from a line's socket, within its time."""
+    """Reader of a connection's socket within its time limit."""
 
     def __init__(self, line: _Line) -> None:
         self._line = line
@@ -396,5 +396,5 @@ def _range(asked: str | None, size: int) -> tuple[int, int]:
 
 
 def _digest(token: str) -> str:
-    """Under which a token is looked up: how long that takes says nothing about it."""
+    """Digest under which a token is looked up, so that the time of a look-up reveals nothing about tokens."""
     return hashlib.sha256(token.encode("latin-1", "replace")).hexdigest()

@@ -216,7 +216,7 @@ class Rounds(msgspec.Struct, frozen=True):
     @property
     def over(self) -> bool:
         """Whether all work is done, so that only settling and the closing evaluation may be left."""
-        return self.finished or self.counted >= self.plan.rounds
+        return self.finished or self.round - self.extra >= self.plan.rounds
 
     @property
     def actions(self) -> tuple[Action, ...]:

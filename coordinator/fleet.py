@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from fedquilt import wire
 from fedquilt.coordinator.eligibility import Seen, Wants, reasons
-from fedquilt.core import Profile
+from fedquilt.core import OperatingPoint, Profile
 from fedquilt.wire import Presence, Telemetry
 
 GRACE_S = 20.0  # a device that returns within this time counts as never gone
 FRESH_S = 600.0  # older sensor readings are ignored
+KINDS_MOST = 256  # kinds of boards whose operating points are shared
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.devices: dict[str, Known] = {}
+        self._points: OrderedDict[bytes, tuple[OperatingPoint, ...]] = OrderedDict()  # by their digest
         self._views: dict[str, Seen] = {}  # as of the last query
         self._stale: set[str] = set()  # devices with messages since then
         self._expiring: list[tuple[float, str]] = []  # when time alone changes a device's view
@@ -58,8 +63,13 @@ class Registry:
         return appeared
 
     def profile(self, device: str, profile: Profile) -> None:
-        """Note a device's profile."""
+        """Note a device's profile. Boards of a kind have the same operating points, 80 kB in memory, kept once."""
         known = self._heard(device)
+        key = hashlib.sha256(msgspec.json.encode(profile.points)).digest()
+        profile = msgspec.structs.replace(profile, points=self._points.setdefault(key, profile.points))
+        self._points.move_to_end(key)
+        while len(self._points) > KINDS_MOST:
+            self._points.popitem(last=False)
         if profile != known.profile:
             known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
 

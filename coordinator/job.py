@@ -105,12 +105,7 @@ class Running:
         return kept | ({self.rounds.state.sha256} if self.rounds.state else set())
 
     def task(
-        self,
-        device: str,
-        engine: str,
-        profile: Profile | None,
-        now_s: float,
-        actions: tuple[Action, ...] | None = None,
+        self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
     ) -> Task | None:
         """Task for `device` in the running round; None: the method has nothing for it.
 
@@ -127,21 +122,27 @@ class Running:
         if order is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
-        made = tasks.make_task(
+        asked = actions or self.rounds.actions
+        made = self._alike.task(
             order,
-            blob=self._blob,
-            job=self.id,
-            round=self.rounds.round,
-            attempt=self.rounds.attempt,
-            method=self.job.method,
-            engine=engine,
-            work=self._ask_of(order, engine, actions or self.rounds.actions).work,
-            actions=actions or self.rounds.actions,
+            (engine, asked, self.rounds.attempt, self.rounds.deadline_left_s(now_s), now_s),
+            lambda: tasks.make_task(
+                order,
+                blob=self._blob,
+                job=self.id,
+                round=self.rounds.round,
+                attempt=self.rounds.attempt,
+                method=self.job.method,
+                engine=engine,
+                work=self._ask_of(order, engine, asked).work,
+                actions=asked,
+                seed=0,
+                deadline_s=self.rounds.deadline_left_s(now_s),
+                wire=self.job.wire,
+                state=self.rounds.state.sha256 if self.rounds.state else "",
+            ),
             seed=self._seeded(device),
-            deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
-            wire=self.job.wire,
-            state=self.rounds.state.sha256 if self.rounds.state else "",
             counted=max(self.rounds.history.get(device, ()), default=None),
         )
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone

@@ -77,8 +77,9 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
 
 def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:
     """Report, once for each job, that a device has counted a round which the log does not know."""
-    ours = (claim.job, claim.round) == (job, rounds.round) and device in rounds.asked - rounds.lost
-    if claim.counted is None or not ours or job in reported:
+    if claim.counted is None or job in reported or (claim.job, claim.round) != (job, rounds.round):
+        return
+    if device not in rounds.asked or device in rounds.lost:
         return
     reported.add(job)
     log.warning(

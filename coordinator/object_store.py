@@ -1,7 +1,7 @@
 """An S3-compatible object store, as far as the coordinator needs one: addresses that it has signed (AWS Signature 4).
 
-A signed address opens one object for one method for a while, whoever has it; the keys that sign stay here. A store
-goes by its own clock, so addresses are signed by that: `Bucket.offset_s`.
+A signed address opens one object for one HTTP method for EXPIRES_S to anyone who has it; the keys stay here. A store
+checks times by its own clock, so addresses are signed by that clock: `Bucket.offset_s`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 from fedquilt.core import JobError, Source
 
-EXPIRES_S: Final = 3600  # for which a signed address is good
+EXPIRES_S: Final = 3600  # validity of a signed address
 FORM: Final = "write https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"
 VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -32,9 +32,9 @@ class Bucket:
         origin: scheme, host and port of the store.
         path: "/BUCKET", and a prefix of all objects.
         region: of the store.
-        key_id: of the access key.
-        secret: its secret part.
-        session: token of a temporary key; "": it is none.
+        key_id: identifier of the access key.
+        secret: secret part of the access key.
+        session: token of a temporary key; "": the key is permanent.
         clock: seconds since 1970, as this machine counts them.
     """
 
@@ -45,14 +45,14 @@ class Bucket:
     secret: str = field(repr=False)
     session: str = field(default="", repr=False)
     clock: Callable[[], float] = time.time
-    offset_s: float = 0.0  # of the store's clock from `clock`
+    offset_s: float = 0.0  # the store's clock less `clock`
 
     @classmethod
     def parse(cls, url: str, environment: Mapping[str, str]) -> Bucket:
         """A bucket by its address, with the keys in environment variables.
 
         Raises:
-            JobError: it is no address of a bucket, or there are no keys.
+            JobError: the address names no bucket, or a key is missing.
         """
         try:
             parts = urlsplit(url)
@@ -72,7 +72,7 @@ class Bucket:
         return cls(f"{parts.scheme}://{parts.netloc}", path, given.get("region", "us-east-1"), key_id, secret, session)
 
     def source(self, method: Method, name: str, size: int | None = None) -> Source:
-        """A signed address of an object, "" the bucket itself; with `size`, as many bytes have to be put there."""
+        """Signed address of an object, or of the bucket for ""; with `size`, of an upload of so many bytes."""
         return Source(url=self.signed(method, name, size))
 
     def signed(self, method: Method, name: str, size: int | None = None) -> str:
@@ -102,7 +102,7 @@ class Bucket:
         return f"{self.origin}{path}?{said}&X-Amz-Signature={code}"
 
     def set_clock(self, date: str) -> float:
-        """Sign by the store's clock from now on, as the date of its answer has it; returns how far that moves it, s."""
+        """Set the store's clock by the date of its answer; returns the change in seconds."""
         try:
             before, self.offset_s = self.offset_s, parsedate_to_datetime(date).timestamp() - self.clock()
         except (TypeError, ValueError, OverflowError):

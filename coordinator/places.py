@@ -24,16 +24,16 @@ JOBS_MOST: Final = 8  # transfers with an object store at once
 
 @dataclass(frozen=True)
 class Where:
-    """Where the coordinator offers blobs, as an operator says it.
+    """Options of an operator: the places at which the coordinator offers blobs.
 
     Args:
         listen: HOST:PORT of its own server; None: it has none.
-        url: by which boards reach that server; None: by the host of `listen`.
+        url: address by which boards reach that server; None: the host of `listen`.
         bucket: of an object store, with its keys; None: there is none.
         ca: authority of the store's certificate, beside those of the system.
 
     Raises:
-        JobError: an address that is none, or that boards cannot reach.
+        JobError: an address is malformed, or boards cannot reach it.
     """
 
     listen: str | None = None
@@ -56,7 +56,7 @@ class Where:
         """Address of the server that listens at `port`, without a slash at its end.
 
         Raises:
-            JobError: it would be with TLS where the fleet has none, or the other way round.
+            JobError: the URL has TLS and the fleet has none, or the other way round.
         """
         scheme = "https" if sealed else "http"
         if self.url is None:
@@ -69,14 +69,14 @@ class Where:
 
 
 class Places(Carriers):
-    """The coordinator's carriers.
+    """Carriers of the coordinator, with its own server and an object store.
 
     Args:
-        where: what there is.
+        where: places to offer.
         depot: of the blobs.
         allowed: `allowed(device, sha256)`: whether a device may have a blob now.
         identity: certificates of the fleet; None: unsigned.
-        fleet: its name.
+        fleet: name of the fleet.
 
     Raises:
         JobError: the server cannot listen, or an address does not fit.
@@ -95,8 +95,8 @@ class Places(Carriers):
         if where.bucket is not None:
             self._stored = Stored(where.bucket, fleet, depot, self)
             self._stored.look()
-        self._first_own: dict[Key, int] = {}  # blobs that devices put -> which of their places is the own server
-        self._able: set[str] = set()  # devices that reach places beside the broker, as far as they know
+        self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
+        self._able: set[str] = set()  # devices whose profile lists the carrier "http"
         self._server: BlobServer | None = None
         self._base = ""
         if where.listen is not None:
@@ -109,12 +109,12 @@ class Places(Carriers):
                 raise
 
     def said(self, profile: Profile) -> None:
-        """Note what a device tells of itself."""
+        """Note the carriers in a device's profile."""
         (self._able.add if HTTP in profile.carriers else self._able.discard)(profile.device)
 
     @property
     def served(self) -> str:
-        """Where blobs are served; "": nowhere."""
+        """Address at which blobs are served; "": none."""
         return self._base
 
     def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
@@ -155,7 +155,7 @@ class Places(Carriers):
             self._server.revoke(*key, put=True)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop the own server."""
         if self._server is not None:
             self._server.close()
 

@@ -262,8 +262,9 @@ class Serving:
     def _drop(self, superfluous: set[str]) -> None:
         """Drop blobs that the job does not need, as far as no other job does."""
         desk = self._desk  # other jobs may have the same content
-        for sha256 in superfluous - self.job.pinned() - desk.in_use(but=self) - desk.store.held(but=self.id):
-            desk.store.depot.drop(sha256)
+        if found := superfluous - self.job.pinned() - desk.in_use(but=self):  # the store is asked for few
+            for sha256 in found - desk.store.held(but=self.id):
+                desk.store.depot.drop(sha256)
 
     def issue(self, device: str, now_s: float) -> None:
         """Send a device its task of the running round (again), as soon as it can be sent."""

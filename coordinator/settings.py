@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from fedquilt import config, labels, methods, metrics, plugins, units
 from fedquilt.core import CODECS, Encoding, JobError, Method
+from fedquilt.cost_model import Link
 from fedquilt.data import categories
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
@@ -108,6 +109,20 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: Adversaries | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
     labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
+    links: tuple[str, ...] = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
+
+    def link_of(self, index: int) -> Link:
+        """What transfers take between the coordinator and the board with this number, from 0.
+
+        Raises:
+            JobError: a text that is no link.
+        """
+        if not self.links:
+            return Link()
+        try:
+            return Link.parse(self.links[index % len(self.links)])
+        except ValueError as error:
+            raise JobError(f"[fleet] links: {error}") from None
 
     def labels_of(self, index: int) -> tuple[str, ...]:
         """Labels of the board with this number, from 0.
@@ -128,6 +143,8 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             JobError: [cohort] wants more.
         """
         there = self.selected(cohort, devices)
+        for index in range(len(self.links)):
+            self.link_of(index)
         if cohort.select and not there:
             raise JobError(f"[cohort] select = {list(cohort.select)}: no simulated board has such [fleet] labels")
         if cohort.size > there:

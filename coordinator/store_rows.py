@@ -228,9 +228,13 @@ class Rows:
         """Change columns of a job, if there is such a job; call it within `together`."""
         row = self.job(id)
         if row is not None:
-            row = row._replace(**values)
-            named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
-            self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), row.sum, id))  # noqa: S608
+            self._put(row, **values)
+
+    def _put(self, row: Stored, **values: Any) -> None:
+        """Change columns of a row that was read in this transaction."""
+        named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
+        sum = row._replace(**values).sum
+        self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), sum, row.id))  # noqa: S608
 
     def remove(self, id: str) -> None:
         """Delete a job and its facts; call it within `together`."""
@@ -255,14 +259,16 @@ class Rows:
     def append(self, facts: Iterable[tuple[str, float, str]]) -> None:
         """Insert facts (job, wall-clock seconds, JSON); call it within `together`."""
         heads: dict[str, bytes] = {}
+        found: dict[str, Stored | None] = {}
         for job, at, body in facts:
             if job not in heads:
-                row = self.job(job)
+                row = found[job] = self.job(job)
                 heads[job] = FIRST if row is None else row.head
             heads[job] = link(heads[job], job, at, body)
             self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", (job, at, body, heads[job]))
-        for job, head in heads.items():
-            self.change(job, head=head)
+        for row in found.values():
+            if row is not None:
+                self._put(row, head=heads[row.id])
 
     def facts(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
         """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first: `most` of them, or all if negative."""

@@ -1,4 +1,4 @@
-"""Which blobs lie in an object store: models that boards fetch there, and updates that they put there."""
+"""Blobs in an object store: models that boards fetch there, and updates that boards put there."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from fedquilt.core import BlobRef, LinkError, Source
 
 log = logging.getLogger("fedquilt.coordinator.blobs")
 
-THERE_S: Final = 3600.0  # for which an object is taken to be there that was put; then it is put again
-REST_S: Final = 60.0  # after the store has refused, until it is asked again
-SKEW_S: Final = 60.0  # of the store's clock, from which on it is worth a sentence
+THERE_S: Final = 3600.0  # time for which a stored object is assumed to exist; then it is stored again
+REST_S: Final = 60.0  # pause after the store has refused
+SKEW_S: Final = 60.0  # least difference of the store's clock that is logged
 _CLOCK: Final = ("", "clock")
 _REMOVED: Final = ("", "removed")
 
 
 class Stored:
-    """Of one coordinator. Nothing here waits for the store: what has to be done there is done in threads.
+    """Object store of one coordinator. No call waits for the store: requests run in threads.
 
     Args:
         bucket: of the store.
-        fleet: names the folder of all objects.
+        fleet: name of the folder of all objects.
         depot: of the blobs.
-        carriers: has the threads, and passes on how they ended by `take`.
+        carriers: runs the threads, and passes their results to `take`.
     """
 
     def __init__(self, bucket: Bucket, fleet: str, depot: Depot, carriers: Carriers) -> None:
         self._bucket, self._fleet, self._depot, self._carriers = bucket, fleet, depot, carriers
-        self._there: dict[str, float] = {}  # sha256 -> until when it is there
-        self._wanted: dict[str, dict[str, None]] = {}  # sha256 of blobs on their way there -> devices
+        self._there: dict[str, float] = {}  # sha256 -> time until which the object is assumed to exist
+        self._wanted: dict[str, dict[str, None]] = {}  # sha256 of blobs under way to the store -> devices that wait
         self._ready: list[Key] = []
         self._asked: set[Key] = set()  # blobs that devices were given an address for
         self._clock_known = False
         self._not_before_s = -math.inf
 
     def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Where a device can fetch a blob; it is brought there if it is not, and `take_ready` says when it is."""
+        """Places where a device can fetch a blob; a missing one is stored first, and then in `take_ready`."""
         if time.monotonic() < self._there.get(ref.sha256, -math.inf):
             return (self._bucket.source("GET", self._down(ref.sha256)),)
         if ref.sha256 in self._wanted:
@@ -53,19 +53,19 @@ class Stored:
         return ()
 
     def accepts(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Where a device can put a blob."""
+        """Places where a device can put a blob."""
         if not self._usable():
             return ()
         self._asked.add((device, ref.sha256))
         return (self._bucket.source("PUT", self._up(device, ref.sha256), ref.size),)
 
     def brought(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        """Where to fetch what a device has put."""
+        """Places from which to fetch a device's upload."""
         known = (device, ref.sha256) in self._asked
         return (self._bucket.source("GET", self._up(device, ref.sha256)),) if known else ()
 
     def over(self, key: Key) -> None:
-        """Remove what a device may have put, as it is here or not wanted any more."""
+        """Remove a device's upload from the store: the blob is here, or not wanted any more."""
         if key in self._asked:
             self._asked.discard(key)
             source = self._bucket.source("DELETE", self._up(*key))
@@ -77,7 +77,7 @@ class Stored:
         return ready
 
     def take(self, ended: Ended) -> bool:
-        """Note the end of a job; whether it was one of these."""
+        """Note the end of a job; returns whether the job was the store's."""
         if ended.key == _CLOCK and ended.error is not None:
             self._rest(ended.error)
         if ended.key[0] != "":
@@ -93,7 +93,7 @@ class Stored:
     def look(self) -> None:
         """Ask for the store's clock, by which addresses are signed."""
         source = self._bucket.source("HEAD", "")
-        self._not_before_s = math.inf  # until it has answered
+        self._not_before_s = math.inf  # until the store has answered
         self._carriers.start(lambda: self._looked(source), Ended(_CLOCK, None, "no answer"))
 
     def _usable(self) -> bool:

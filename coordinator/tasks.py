@@ -33,6 +33,7 @@ class Common:
         self._held = held
         self._orders: dict[Hashable, Order | None] = {}  # by what the devices have in common
         self._asks: dict[tuple[int, str, tuple[Action, ...], bool], Ask] = {}  # of those orders, by their identity
+        self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def order(self, send: Callable[[Any, DeviceView], Order | None], state: Any, view: DeviceView) -> Order | None:
         """What a method orders of a device."""
@@ -46,13 +47,31 @@ class Common:
 
     def ask(self, order: Order, actions: tuple[Action, ...], engine: str, uneven: bool) -> Ask:
         """What an order asks of a device with this engine; arguments as of `ask_of`."""
-        if not any(order is each for each in self._orders.values()):
+        if not self._common(order):
             return ask_of(order, actions, engine, self._held, uneven)
         key = id(order), engine, actions, uneven
         known = self._asks.get(key)
         if known is None:
             known = self._asks[key] = ask_of(order, actions, engine, self._held, uneven)
         return known
+
+    def task(self, order: Order, alike: Hashable, make: Callable[[], Task], **own: Any) -> Task:
+        """Task of an order, made anew unless the one before was of this order and as much `alike`.
+
+        Args:
+            order: of a device.
+            alike: what decides the fields that devices have in common; among it the time, as blobs may vanish.
+            make: builds the message.
+            own: fields that are the device's own.
+        """
+        if not self._common(order):
+            return msgspec.structs.replace(make(), **own)
+        if self._made is None or self._made[0] != (id(order), alike):
+            self._made = ((id(order), alike), make())
+        return msgspec.structs.replace(self._made[1], **own)
+
+    def _common(self, order: Order) -> bool:
+        return any(order is each for each in self._orders.values())
 
 
 def make_task(

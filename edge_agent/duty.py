@@ -88,6 +88,7 @@ class Duty:
         self.device, self.state = device, state
         self._board, self._worker, self._around = board, worker, around
         self._pacer = Pacer(board, rule)
+        self._way_s = 0.0  # of the update that the task in hand will make
 
     def step(self, now_s: float) -> None:
         """Read the sensors if it is time, poll the worker, and do everything due."""
@@ -163,6 +164,7 @@ class Duty:
 
     def _begin(self, task: Task, now_s: float) -> None:
         order = self._around.order(task, self.state.means.budget_bytes, plan.plannable_bytes(self.state, task))
+        self._way_s = plan.way_s(self.state, now_s)
         self._pacer.begin(now_s)
         self._worker.start(order, now_s)
 
@@ -174,7 +176,8 @@ class Duty:
             return self._ended(open, event, now_s)
         if isinstance(event, Loaded):
             known = self.state.learned.get(events.workload(open.task), Learned())
-            return self._pacer.loaded(open.task.work.on(event.examples), open.due_s, known, now_s)
+            done_by_s = open.due_s - self._way_s
+            return self._pacer.loaded(open.task.work.on(event.examples), done_by_s, known, now_s)
         self._pacer.progress(event.fraction, now_s)
         self._around.progressed(open.task, event.fraction, now_s)
 

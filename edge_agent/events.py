@@ -181,6 +181,7 @@ class Offer(msgspec.Struct, frozen=True):
     private: bool
     due_s: float
     patience_s: float = RESEND_S
+    since_s: float | None = None  # when it was first offered; None: before this process began
 
 
 class State(msgspec.Struct, frozen=True):
@@ -193,6 +194,7 @@ class State(msgspec.Struct, frozen=True):
     refusal: Claim | None = None  # latest refusal, repeated with its task
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
     learned: Mapping[str, Learned] = field(default_factory=dict)  # by `workload`, the latest last
+    sent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by job: latest seconds from offer to answer
     cautions: Mapping[tuple[str, str], Caution] = field(default_factory=dict)  # (method, engine) -> what was seen
     rests: bool = False  # whether no task is begun now
 

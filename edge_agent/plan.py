@@ -19,6 +19,7 @@ epoch that is known here, so that such a coordinator can go on with a later one.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection
 from typing import Final
 
@@ -62,6 +63,8 @@ RESEND_MOST_S: Final = 60.0
 REFETCH_MOST_S: Final = 60.0
 REMEMBERED_JOBS: Final = 64
 REMEMBERED_WORKLOADS: Final = 16  # that something was learned of
+REMEMBERED_WAYS: Final = 3  # answered updates of a job: their median leaves out one that met an outage
+RESERVED_MOST: Final = 0.5  # most of the time left that is kept for the update's way
 COUNTED: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
 KILLED_MOST: Final = 2  # most restarts of a task whose process was killed from outside
 
@@ -91,7 +94,7 @@ def advance(state: State, event: Event, now_s: float, reading: Reading = Reading
         case Failed() if state.open is not None:
             return _failed(state, state.open, event)
         case Acked():
-            return _acked(state, event)
+            return _acked(state, event, now_s)
         case Connected():
             offers = {key: replace(offer, due_s=now_s, patience_s=RESEND_S) for key, offer in state.outbox.items()}
             return _due(replace(state, outbox=offers), now_s)
@@ -112,7 +115,7 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
     if key in state.outbox and _of_its_state(state.outbox[key].update, task):
         offer = state.outbox[key]
         update = replace(offer.update, attempt=task.attempt, epoch=max(task.epoch, offer.update.epoch))
-        again = Offer(update, offer.private, now_s + RESEND_S)
+        again = replace(offer, update=update, due_s=now_s + RESEND_S, patience_s=RESEND_S)
         return replace(state, outbox={**state.outbox, key: again}), (Send(update),)
     last = state.counted.get(task.job)
     if last is not None and task.round <= last.round and task.epoch <= last.epoch:
@@ -231,6 +234,19 @@ def _cleared(state: State) -> Step:
     return replace(_without_open(state), refusal=None), (*_give_up(state), *told)
 
 
+def way_s(state: State, now_s: float) -> float:
+    """Seconds before the deadline of the task in hand, which begins now, that are left for the way of its update.
+
+    The median of the job's latest; before the first, as long as the task's blobs took to come.
+    """
+    open = state.open
+    if open is None or not math.isfinite(open.due_s):
+        return 0.0
+    fetched_s = now_s - (open.due_s - open.task.deadline_s) if open.down_bytes else 0.0
+    known = state.sent.get(open.task.job)
+    return min(statistics.median(known) if known else fetched_s, RESERVED_MOST * max(open.due_s - now_s, 0.0))
+
+
 # -- it goes on -----------------------------------------------------------------------------------
 
 
@@ -276,7 +292,8 @@ def _done(state: State, event: Done, now_s: float) -> Step:
         base = budget.base_bytes(state.open.task.engine, bases)  # of a bare process: this one may have been warm
         seen = _caution(state, state.open.task).seen(peak - base, event.planned_bytes)
         state = _cautious(state, state.open.task, seen)
-    outbox = {**state.outbox, (update.job, update.round): Offer(update, event.private, now_s + RESEND_S)}
+    offer = Offer(update, event.private, now_s + RESEND_S, since_s=now_s)
+    outbox = {**state.outbox, (update.job, update.round): offer}
     return replace(_without_open(state), outbox=outbox, base_bytes=bases), (Send(update), *noted)
 
 
@@ -291,7 +308,7 @@ def _failed(state: State, open: Open, event: Failed) -> Step:
     return _refuse(_warned(state, event), open.task, event.code, f"{event.reason[:980]}{times}")
 
 
-def _acked(state: State, event: Acked) -> Step:
+def _acked(state: State, event: Acked, now_s: float) -> Step:
     job, round = event.key
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:
@@ -302,6 +319,10 @@ def _acked(state: State, event: Acked) -> Step:
         later = event.epoch > before.epoch or round > before.round
         counted[job] = Counted(round, event.epoch) if later else before
         counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
+    if event.accepted and offer is not None and offer.since_s is not None:
+        others = {name: known for name, known in state.sent.items() if name != job}
+        latest = (*state.sent.get(job, ()), now_s - offer.since_s)[-REMEMBERED_WAYS:]
+        state = replace(state, sent=dict([*others.items(), (job, latest)][-REMEMBERED_JOBS:]))
     outbox = {key: offer for key, offer in state.outbox.items() if key != event.key}
     state = replace(state, outbox=outbox, counted=counted)
     open = state.open

@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fedquilt import units
 from fedquilt.core import OperatingPoint, Rates, Work
 
 
@@ -68,6 +69,20 @@ class Link(NamedTuple):
     def seconds(self, size: int) -> float:
         """Seconds of transfers of so many bytes in all."""
         return self.transfer_s + size / self.bytes_per_s
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """Parse "2MB/s" or "2MB/s 50ms", the latter for each transfer besides.
+
+        Raises:
+            ValueError: it is no such text; the message says what is one.
+        """
+        rate, _, delay = text.strip().partition(" ")
+        known = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
+        bytes_per_s = units.amount(rate, known, "rate")
+        if bytes_per_s <= 0:
+            raise ValueError(f"{text!r} is no link: nothing would ever arrive")
+        return cls(units.seconds(delay) if delay else 0.0, bytes_per_s)
 
     @staticmethod
     def measured(transfers: Sequence[tuple[int, float]]) -> Link | None:

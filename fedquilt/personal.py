@@ -1,19 +1,20 @@
 """A run's result as it goes to boards that have a part of it each for themselves: one blob, the same for all.
 
-It is a safetensors file. Its tensors are the network's ONNX graph without the numbers of the network's tensors
-(`fedquilt.onnx_fill`) under "graph", and the bundles that a task of the method has, as "<bundle>/<tensor>". Its
-metadata say of which run and method it is. A board puts the network together of these and of what it has kept.
+The blob is a safetensors file. Its tensors are the network's ONNX graph without the numbers of the network's tensors
+(`fedquilt.onnx_fill`) under "graph", and the bundles of an evaluation's task, as "<bundle>/<tensor>". Its metadata
+hold that task, encoded as on the wire. A board puts the network together of these and of what it has kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, Code, Count, Label, ModelError, Name, Told, UpdateError
+from fedquilt import wire
+from fedquilt.core import UNDECODABLE, ModelError, Task, UpdateError, WireError
 from fedquilt.disk import REAL, Disk
 
 if TYPE_CHECKING:
@@ -26,15 +27,6 @@ HEADER_MOST: Final = 16 << 20  # bytes of a file's header
 _KEY: Final = "personal"
 
 
-class About(Told, frozen=True):
-    """What a file says of itself."""
-
-    job: Name  # whose private parts belong to it
-    method: Code
-    params: dict[Label, Any]  # of a task
-    seed: Count = 0
-
-
 class Parts(NamedTuple):
     """Content of a file."""
 
@@ -43,44 +35,52 @@ class Parts(NamedTuple):
 
 
 class _Head(msgspec.Struct):
-    """Header of a safetensors file, as far as it is read here."""
+    """Metadata in the header of a safetensors file."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
-def encode(about: About, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
-    """The bytes of such a file."""
+def encode(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
+    """Encode the evaluation's task for a device that is new to the run, the network's graph and the task's bundles.
+
+    Raises:
+        WireError: the task is larger than a message may be.
+    """
     import numpy as np
 
     from fedquilt import tensors
 
     held = {f"{name}/{key}": array for name, bundle in bundles.items() for key, array in bundle.items()}
     held[GRAPH] = np.frombuffer(graph, np.uint8)
-    return tensors.encode(held, {_KEY: msgspec.json.encode(about).decode()})
+    return tensors.encode(held, {_KEY: wire.encode(task).decode()})
 
 
-def about(path: Path, disk: Disk = REAL) -> About | None:
-    """What a file says of itself; None: it is none of this kind, such as an ONNX file. Imports no numpy.
+def task(path: Path, disk: Disk = REAL) -> Task | None:
+    """Read the evaluation's task in a file; None: the file is of another kind, such as ONNX. Imports no numpy.
 
     Raises:
-        OSError: it cannot be read.
+        ModelError: the task was written by another version, or is damaged.
+        OSError: the file cannot be read.
     """
     size = int.from_bytes(disk.read(path, 0, 8), "little")
     if not 0 < size <= HEADER_MOST:
         return None
     try:
-        said = msgspec.json.decode(disk.read(path, 8, size), type=_Head).metadata.get(_KEY)
-        return None if said is None else msgspec.json.decode(said, type=About)
+        found = msgspec.json.decode(disk.read(path, 8, size), type=_Head).metadata.get(_KEY)
     except UNDECODABLE:
         return None
+    try:
+        return None if found is None else wire.decode(found.encode(), Task)
+    except (WireError, UnicodeError) as error:
+        raise ModelError(f"the task in the result of a run with parts on boards: {error}; deploy it anew") from None
 
 
 def read(path: Path) -> Parts:
-    """The tensors of a file.
+    """Read the graph and the bundles of a file.
 
     Raises:
-        ModelError: it is none of this kind.
-        StoreError: it cannot be read.
+        ModelError: the file is of another kind, or damaged.
+        StoreError: the file cannot be read.
     """
     import numpy as np
 

@@ -42,7 +42,7 @@ def amount(text: str, scales: Mapping[str, float], what: str) -> float:
     Raises:
         ValueError: it is none; the message says which units there are.
     """
-    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%]+)", text.strip())
+    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
     if found is None or found[2] not in scales:
         *most, last = scales
         known = f"{', '.join(most)} or {last}" if most else last

@@ -54,6 +54,10 @@ METHODS = {  # client halves that misbehave; none of their server halves is used
         def work(task, site):
             return Answer({"w": {"w": np.array([np.nan])}}, 1.0)
         """,
+    "astray": """
+        def work(task, site):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        """,
     "clumsy": """
         def work(task, site):
             site.load("weights")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import decoders_boards
 import decoders_files
+import decoders_processes
 import decoders_runner
 import decoders_sent
 from decoding import Decoder
@@ -21,4 +22,5 @@ def every(folder: Path) -> dict[str, Decoder]:
     sent.mkdir()
     files.mkdir()
     runner, boards = decoders_runner.every(folder / "runner"), decoders_boards.every(folder / "boards")
-    return {**decoders_sent.every(sent), **decoders_files.every(files), **runner, **boards}
+    processes = decoders_processes.every(folder / "processes")
+    return {**decoders_sent.every(sent), **decoders_files.every(files), **processes, **runner, **boards}

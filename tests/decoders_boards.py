@@ -13,6 +13,7 @@ from typing import Any
 import boards
 import msgspec
 import numpy as np
+import plain
 import upgrades
 from certified import Certified
 from decoding import SHA, Decoder, numbered
@@ -302,13 +303,13 @@ def _parted(folder: Path) -> dict[str, Decoder]:
     tensor = b"\x08\x02\x08\x03\x10\x01B\x01w"  # dims 2 and 3, float, "w", and no numbers
     graph = b"*" + bytes([len(tensor)]) + tensor + b"\x0a\x03\x0a\x01w"  # an initializer, and a node with one input
     model = b"\x08\x08:" + bytes([len(graph)]) + graph + b"B\x02\x10\x11"
-    about = personal.About(job="digits-1", method="fedrep", params={"lr": 0.1}, seed=7)
+    task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
     assert onnx_fill.lacks(model).keys() == given.keys()
-    sent = personal.encode(about, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
+    sent = personal.encode(task, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
 
     def read(payload: bytes) -> object:
         path.write_bytes(payload)
-        said = personal.about(path)
+        said = personal.task(path)
         return said, onnx_fill.lacks(personal.read(path).graph.data)
 
     def filled(payload: bytes) -> object:

@@ -229,8 +229,8 @@ class Liar(threading.Thread):
             self._link.publish(topic, payload[offset : offset + size], reliable=False)
 
     def _pour(self, number: int) -> None:
-        """Send a message of one of five kinds, some of them none at all."""
-        kind = number % 5
+        """Send a message of one of seven kinds, some of them none at all."""
+        kind = number % 7
         if kind == 0:
             self._say("presence", wire.Presence(online=True, boot=f"b{number}"))
         elif kind == 1:
@@ -238,7 +238,14 @@ class Liar(threading.Thread):
         elif kind == 2:
             self._say("claim", wire.Claim(job="none", round=0, attempt=0, accepted=True))
         elif kind == 3:
-            self._raw.publish(TOPICS.device(LIAR, "up", "update"), b"[" * (60_000 if number % 50 == 3 else 200))
+            self._raw.publish(TOPICS.device(LIAR, "up", "update"), b"[" * (60_000 if number % 70 == 3 else 200))
+            self.sent += 1
+        elif kind == 4:
+            hello = wire.Hello(attempt=f"{number:016x}", flight=0, tls="AAAA")  # one more handshake, begun and left
+            self._raw.publish(TOPICS.device(LIAR, "up", "hello"), wire.encode(hello))
+            self.sent += 1
+        elif kind == 5:  # of a blob that nobody has asked for
+            self._link.publish(TOPICS.chunk(LIAR, "up", f"{number:064x}", 0), bytes(1024), reliable=False)
             self.sent += 1
         else:
             get = wire.Get(sha256=f"{number:064x}", chunk=1024, indices=tuple(range(64)))

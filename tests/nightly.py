@@ -127,6 +127,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             without,
         ),
         Stage(
+            "signed-bytes",
+            "what signatures add to the bytes of a fleet",
+            ((python, "tests/signed_bytes.py"),),
+        ),
+        Stage(
             "matrix",
             "the other tests marked nightly: each method with each network",
             ((*tests, "-m", "nightly", f"--ignore={CONTAINERS}"),),
@@ -155,6 +160,12 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "" if shutil.which("podman-compose") else "podman-compose is not installed: apt install podman-compose",
         ),
         *(Stage(f"bench-{name}", f"fedquilt bench {name}", ((*command, "bench", name),)) for name in BENCHES),
+        Stage(
+            "bench-gpu",
+            "fedquilt bench gpu",
+            ((*command, "bench", "gpu"),),
+            "" if shutil.which("nvidia-smi") else "there is no NVIDIA GPU (nvidia-smi is not installed)",
+        ),
         Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
         *(without_torch(version) for version in PYTHONS),
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from one_agent import Site
+
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
-from fedquilt.wire import Release
+from fedquilt.wire import Installed, Release
 
 
 class ToyKind(Kind):
@@ -74,3 +76,14 @@ def release(serial: int = 1, blob: BlobRef | None = None, **changes: Any) -> Rel
     """A release of a model, with a soak of ten seconds."""
     values: dict[str, Any] = {"rollout": f"r{serial}", "kind": "model", "soak_s": 10.0, "name": f"v{serial}"}
     return Release(**{**values, "serial": serial, "blob": blob, **changes})
+
+
+def deploy(site: Site, serial: int = 1, **changes: object) -> Release:
+    """Publish a release of a blob of its own, as the coordinator does."""
+    wanted = release(serial, site.depot.put(b"model %d" % serial), **changes)
+    site.say("model", wanted, retain=True)
+    return wanted
+
+
+def last(site: Site) -> Installed:
+    return site.all("installed")[-1]

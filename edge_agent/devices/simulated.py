@@ -21,6 +21,7 @@ from fedquilt import cost_model, profiles
 from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work, derive_seed
 
 J_PER_WH = 3600.0
+_NOTHING = Reading()
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class SimulatedDevice:
         self._tasks = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
+        self._changes = self._charge_j is not None or self._temperature_c is not None  # while time passes
         self._seen_s: float | None = None
         self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
 
@@ -110,6 +112,8 @@ class SimulatedDevice:
 
     def read(self, now_s: float) -> Reading:
         """Battery and temperature, if it has them; the sensors of this host are not the board's."""
+        if not self._changes:
+            return _NOTHING
         passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s if self._seen_s is None else max(now_s, self._seen_s)
         while passed_s > 0:
@@ -148,7 +152,7 @@ class SimulatedDevice:
         cost = self._cost(work, measured)
         if measured.duration_s > 0:
             self._tasks += 1
-            if cost.energy_j is not None and cost.duration_s > 0:
+            if self._changes and cost.energy_j is not None and cost.duration_s > 0:
                 self._busy.append((cost.duration_s, cost.energy_j / cost.duration_s))
                 self._drain(cost.energy_j)
         return cost

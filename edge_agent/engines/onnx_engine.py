@@ -47,6 +47,8 @@ MAPPED_MOST, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are map
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
 PLENTY_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
+CUDA = "CUDAExecutionProvider"
+SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
 
@@ -88,8 +90,8 @@ class OnnxEngine:
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
         _return_large_pieces(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
         ort.set_default_logger_severity(ERRORS_ONLY)
-        available = ort.get_available_providers()
-        self._providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
+        self._on_gpu = CUDA in ort.get_available_providers()
+        self.note = ""  # what its owner should know, once
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """Run the graph: its only output for its only input, (n, ...) -> (n, ...), float32.
@@ -98,9 +100,10 @@ class OnnxEngine:
             ModelError: no such graph, not ONNX, not permitted, weights missing, or another input shape.
             MemoryBudgetError: not even one example fits beside the weights.
         """
-        session, plan = self._load(graph)
+        loaded = self._load(graph)
+        plan = loaded.plan
         with _named(graph):
-            shape = _answer_shape(session, x)
+            shape = _answer_shape(loaded.session, x)
         size = self._batch(plan, 0, 0)
         around = 0
         if len(x) > size:  # examples and answers need room beside the micro-batch
@@ -110,7 +113,7 @@ class OnnxEngine:
         y = np.empty((len(x), *shape), np.float32)
         with _named(graph):
             for first in range(0, len(x), size):
-                _answer(session, np.ascontiguousarray(x[first : first + size], np.float32), y[first : first + size])
+                self._run(loaded, np.ascontiguousarray(x[first : first + size], np.float32), y[first : first + size])
         return y
 
     @property
@@ -204,6 +207,8 @@ class OnnxEngine:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
         with _named(graph):
             session = self._session(graph, roomy=plan.roomy)
+        if self._on_gpu and CUDA not in session.get_providers():
+            self._on_gpu, self.note = False, "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor"
         self._kept[graph] = loaded = Loaded(session, plan)
         return loaded
 
@@ -239,7 +244,34 @@ class OnnxEngine:
         if not roomy:
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.enable_mem_pattern = False
-        return onnx_session.session(graph, options, self._providers)
+        return onnx_session.session(graph, options, self._providers())
+
+    def _providers(self) -> list[Any]:
+        """Where graphs run: on the GPU if there is one, each session's arena there within the room for all.
+
+        cuDNN's algorithms are chosen by rule: timing each would take more memory, and longer than a graph's few runs.
+        """
+        if not self._on_gpu:
+            return list(onnx_session.CPU)
+        limits = {
+            "gpu_mem_limit": str(max(self._room_bytes, 0)),
+            "arena_extend_strategy": "kSameAsRequested",
+            "cudnn_conv_algo_search": "HEURISTIC",
+            "cudnn_conv_use_max_workspace": "0",
+        }
+        return [(CUDA, limits), *onnx_session.CPU]
+
+    def _run(self, loaded: Loaded, x: np.ndarray, y: np.ndarray) -> None:
+        """Run the graph on `x`, its output straight into `y`: `run` would hold it twice, the runtime's and numpy's."""
+        session = loaded.session
+        bound = session.io_binding()
+        bound.bind_cpu_input(session.get_inputs()[0].name, x)
+        bound.bind_output(session.get_outputs()[0].name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
+        options = None
+        if self._on_gpu and not loaded.plan.roomy:
+            options = ort.RunOptions()
+            options.add_run_config_entry(SHRINK, "gpu:0")
+        session.run_with_iobinding(bound, options)
 
 
 def _answer_shape(session: Any, x: np.ndarray) -> tuple[int, ...]:
@@ -249,14 +281,6 @@ def _answer_shape(session: Any, x: np.ndarray) -> tuple[int, ...]:
         return tuple(said)
     first = np.ascontiguousarray(x[:1], np.float32)
     return tuple(session.run(None, {session.get_inputs()[0].name: first})[0].shape[1:])
-
-
-def _answer(session: Any, x: np.ndarray, y: np.ndarray) -> None:
-    """Run the graph on `x`, its output straight into `y`: `run` would hold it twice, the runtime's and numpy's."""
-    bound = session.io_binding()
-    bound.bind_cpu_input(session.get_inputs()[0].name, x)
-    bound.bind_output(session.get_outputs()[0].name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
-    session.run_with_iobinding(bound)
 
 
 def _return_large_pieces(budget_bytes: int, *, keep: bool) -> None:

@@ -28,11 +28,12 @@ from torch import nn
 
 from fedquilt import footprint, metrics
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
-from fedquilt.edge_agent.engines import objectives, torch_objectives, torch_recompute, torch_step, training
+from fedquilt.edge_agent.engines import gpu, objectives, torch_objectives, torch_recompute, torch_step, training
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
+READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # steps whose losses are read together: on a GPU, each reading waits for its work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 
@@ -77,8 +78,13 @@ class TorchEngine:
 
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self.planned_bytes: int | None = None
-        self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.gpu = gpu.TorchMemory(torch.cuda) if self._device.type == "cuda" else None
+        self.note = ""  # what its owner should know, once
+        if self.gpu is None and torch.version.cuda is not None:
+            self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
+        base_bytes += gpu.CONTEXT_BYTES if self.gpu else 0
+        self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
         self._half = half or _half(self._device)
         # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
@@ -123,14 +129,17 @@ class TorchEngine:
             self.planned_bytes = footprint.FIRST_USE_BYTES["torch"] + planned
             task = metrics.task_of(network)
             steppers = [torch_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
+            told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
             for order in orders:
                 for batch in training.batches(order, fit.batch):
-                    loss = 0.0
                     for stepper in steppers:
                         parts = training.micro_batches(batch, at_once)
                         given = (self._batch(network, examples, part, hooks) for part in parts)
-                        loss = stepper.step(given, len(batch), piece_bytes)
-                    steps.took(loss, len(batch))
+                        losses = stepper.step(given, len(batch), piece_bytes)
+                    told.append((losses, len(batch)))
+                    if len(told) >= READ_AT_ONCE[self._device.type]:
+                        _read(told, steps)
+            _read(told, steps)
             return _tensors(model), steps.metrics()
 
     def evaluate(
@@ -210,9 +219,20 @@ class TorchEngine:
     def _batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets on the device; a GPU copies them while this process goes on."""
         x = torch.from_numpy(training.features(examples.x[rows], network, hooks.inputs))
         y = torch_objectives.targets(metrics.task_of(network), examples.y[rows])
-        return x.to(self._device), y.to(self._device)
+        if self._device.type == "cpu":
+            return x, y
+        x, y = (value.pin_memory().to(self._device, non_blocking=True) for value in (x, y))
+        return x, y
+
+
+def _read(told: list[tuple[list[torch.Tensor], int]], steps: training.Steps) -> None:
+    """Account for the steps in `told`, and empty it."""
+    for losses, examples in told:
+        steps.took(sum(map(float, losses)), examples)
+    told.clear()
 
 
 def _half(device: torch.device) -> torch.dtype | None:

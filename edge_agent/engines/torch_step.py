@@ -59,10 +59,12 @@ class Stepper:
 
     def step(
         self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, piece_bytes: int | None = None
-    ) -> float:
-        """Step on a mini-batch of `count` examples given in parts; returns its mean loss before, without penalty.
+    ) -> list[torch.Tensor]:
+        """Step on a mini-batch of `count` examples given in parts.
 
-        A penalty that is not finite is returned as the loss.
+        Returns:
+            What each part has of the mini-batch's mean loss before the step, without penalty, as a scalar on the
+            device: reading it waits for the device's work. A penalty that is not finite is returned as the loss.
 
         Args:
             parts: (inputs, targets) of each micro-batch.
@@ -74,14 +76,14 @@ class Stepper:
         if self._step.begin:
             self._step.begin(self._model)
         self._moves.zero_grad()
-        total = 0.0
+        losses = []
         for x, y in parts:
             passed = partial(self._forward, x, y, count)
             if piece_bytes is None:
                 loss, told = passed()
             else:
                 loss, told = torch_recompute.run(self._model, passed, (x, y), piece_bytes)
-            total += float(told)
+            losses.append(told)
             self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._moves)
         if correct := self._correct:
@@ -92,7 +94,7 @@ class Stepper:
             nn.utils.clip_grad_norm_(self._moved.values(), self._fit.clip)
         self._scaler.step(self._moves)
         self._scaler.update()
-        return total
+        return losses
 
     def _forward(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Contribution of these examples to the loss; and the same without the penalty, unless that is not finite."""

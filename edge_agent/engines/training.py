@@ -66,7 +66,9 @@ def features(
     if network.get("name") == "transformer":
         return _tokens(x, network["vocabulary"])
     if x.dtype.kind == "u":
-        return x.astype(np.float32) / np.float32(np.iinfo(x.dtype).max)
+        found = x.astype(np.float32)
+        found /= np.float32(np.iinfo(x.dtype).max)  # in place: another array of this size costs as much again
+        return found
     if x.dtype.kind not in "fib":
         raise DataError(f"examples of type {x.dtype}: expected numbers")
     return x.astype(np.float32)

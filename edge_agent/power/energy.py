@@ -151,6 +151,8 @@ def _moved(cost: Cost, before: Cost | None) -> bool:
 
 
 def _usable(reading: Reading, most_w: float) -> bool:
+    if reading.power_w is None and reading.energy_j is None:  # as of every board without a meter
+        return False
     power_w = _finite(reading.power_w)
     if power_w is not None and not 0 <= power_w <= most_w:
         return False

@@ -13,42 +13,42 @@ from typing import Final
 import numpy as np
 
 from fedquilt import compression, methods, onnx_fill, personal, tensors
-from fedquilt.core import Examples, JobError, ModelError, Site, Task, Tensors, Work
+from fedquilt.core import Examples, JobError, ModelError, Site, Tensors
 from fedquilt.disk import doing
 from fedquilt.edge_agent.releases.protocol import Parted
-from fedquilt.edge_agent.task import main as task
+from fedquilt.edge_agent.task import main as task_process
 
 NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
 
 
 def assemble(order: Parted, model: Path, budget_bytes: int) -> str:
-    """Write the board's ONNX file, which is there once it is whole; says what should be known of it, or "".
+    """Write the board's ONNX file atomically; returns a note on the network, or "".
 
     Args:
         order: what was sent, and where the private state is.
         model: file to write.
-        budget_bytes: of the process.
+        budget_bytes: memory budget of the process.
 
     Raises:
-        ModelError: they make no network, or the method gives a board one only once it has taken part.
-        JobError: the method is not here, or does not say how a board puts its network together.
+        ModelError: the tensors make no network, or the method gives a board one only once it has taken part.
+        JobError: the method is not installed, or does not say how a board puts its network together.
         StoreError: the private state is lost, and the method does not allow a device to begin it anew; or the file
             cannot be written.
     """
-    about = personal.about(Path(order.shared))
-    if about is None:
+    task = personal.task(Path(order.shared))
+    if task is None:
         raise ModelError("what was sent does not say of which run it is: deploy it anew")
-    method = methods.load(about.method)
+    method = methods.load(task.method)
     if method.personal is None:
-        raise JobError(f"method {about.method!r} does not say how a board puts its network together")
+        raise JobError(f"method {task.method!r} does not say how a board puts its network together")
     parts = personal.read(Path(order.shared))
-    local, lost = task.private_of(order.private, order.private_sha256, order.lost, about.job)
-    task.require_allowed(method, about.method, lost)
+    local, lost = task_process.private_of(order.private, order.private_sha256, order.lost, task.job)
+    task_process.require_allowed(method, task.method, lost)
     site = Site(
         device=order.device,
         budget_bytes=budget_bytes,
         engine=None,
-        rng=tensors.rng(about.seed),
+        rng=tensors.rng(task.seed),
         train=NONE,
         held=NONE,
         local=compression.own(local),
@@ -57,12 +57,12 @@ def assemble(order: Parted, model: Path, budget_bytes: int) -> str:
         load=lambda name: _bundle(parts, name),
         path=lambda name: Path(name),
     )
-    found = method.personal(_task(about), site)
+    found = method.personal(task, site)
     tensors.require_finite(found)
     _write(model, onnx_fill.filled(parts.graph.data, found), order.mode)
     if lost:
         return f"{lost}: the network is that of a board which has not taken part"
-    return "" if site.local else f"nothing of {about.job} is kept here: the network is that of a newcomer to it"
+    return "" if site.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it"
 
 
 def _bundle(parts: personal.Parts, name: str) -> Tensors:
@@ -71,25 +71,8 @@ def _bundle(parts: personal.Parts, name: str) -> Tensors:
     return parts.bundles[name]
 
 
-def _task(about: personal.About) -> Task:
-    """The task of an evaluation, as far as a client half reads it."""
-    return Task(
-        job=about.job,
-        round=0,
-        attempt=0,
-        method=about.method,
-        engine="onnx",
-        actions=("check",),
-        params=about.params,
-        bundles={},
-        work=Work(),
-        seed=about.seed,
-        deadline_s=0.0,
-    )
-
-
 def _write(path: Path, pieces: list[bytes | memoryview], mode: int) -> None:
-    """Write a file, which is there once it is whole and on disk."""
+    """Write a file atomically and durably."""
     part = path.with_name(f"{path.name}.part")
     with doing(f"write {path}", "free some space"):
         with part.open("wb") as file:

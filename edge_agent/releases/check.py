@@ -58,7 +58,7 @@ class Loaded(NamedTuple):
         """Answers (n, outputs) to stored examples (n, ...).
 
         Raises:
-            DataError, ModelError, MemoryBudgetError: it cannot take them, or its answers are of no use.
+            DataError, ModelError, MemoryBudgetError: the model cannot take the examples, or its answers are unusable.
         """
         made = self.about.prepared(x)
         exported.require_shape(made, self.shape)
@@ -79,7 +79,7 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
 
     Args:
         order: what to check.
-        say: takes what has to be known before the end.
+        say: takes messages before the end.
         load: returns a device's examples by their spec, for training and held out.
     """
     began_s, told = time.perf_counter(), dict[str, float]()
@@ -138,7 +138,7 @@ def _require_classes(model: Loaded, held: Examples, order: CheckOrder) -> None:
     """Refuse a model whose classes are not those of the data here.
 
     Raises:
-        ModelError, DataError: says both sides.
+        ModelError, DataError: the classes differ; names both numbers.
     """
     spec = msgspec.convert(order.data, DataSpec)
     own, theirs = spec.labels, model.about.labels
@@ -172,7 +172,7 @@ def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, floa
 
 
 def _before(engine: Any, path: Path, held: Examples, notes: list[str]) -> dict[str, float]:
-    """Accuracy of what runs now; {}: it is not to be had, which is no fault of the new one."""
+    """Accuracy of the model in use; {}: it could not be measured, which does not count against the new one."""
     try:
         found = _accuracy(_loaded(engine, path), held, notes)
     except (FedquiltError, OSError) as error:
@@ -182,7 +182,7 @@ def _before(engine: Any, path: Path, held: Examples, notes: list[str]) -> dict[s
 
 
 def _example(model: Loaded, held: Examples | None) -> np.ndarray | None:
-    """One prepared example: the device's own, or noise; None: of what shape is not known."""
+    """One prepared example, the device's own or noise; None: the shape is not known."""
     if held is not None:
         return model.about.prepared(held.x[:1])
     shape = tuple(size for size in model.shape if size is not None)
@@ -208,7 +208,7 @@ def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int
 
 
 def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[str]:
-    """Build an engine of TensorRT beside the model; what came of it, which is no matter for the check."""
+    """Build a TensorRT engine beside the model; returns a note, as a failure does not fail the check."""
     assert order.trtexec is not None
     made = model.path.with_name(TENSORRT)
     part = made.with_name(f"{TENSORRT}.part")
@@ -247,7 +247,7 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
 def main() -> None:
     """Take orders until stdin ends."""
     die_with(int(sys.argv[-1]))
-    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
+    with contextlib.suppress(OSError):  # short of memory, the kernel should end this process first
         Path("/proc/self/oom_score_adj").write_text("500")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")

@@ -1,4 +1,4 @@
-"""Whether a model keeps to the limits of its release, by what its check has measured and the runner tells. Pure."""
+"""Whether a model keeps to the limits of its release, as measured by its check and reported by the runner. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ERRORS: Final = 3.0  # standard errors by which an accuracy has to miss its limi
 
 
 def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict:
-    """The end of a check.
+    """Verdict on a model by the outcome of its check.
 
     Args:
         limits: of the release.
@@ -34,7 +34,7 @@ def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict
     unknown = [
         said
         for limit, name, said in (
-            (limits.min_gain, "accuracy", ""),  # the check says so itself
+            (limits.min_gain, "accuracy", ""),  # the check measures the gain itself
             (limits.max_energy_j, "energy_j", "joules were not measured: this device has no meter"),
             (limits.max_peak_bytes, "peak_bytes", "its memory was not measured: the kernel does not tell it"),
         )
@@ -46,7 +46,7 @@ def judged(limits: Limits, outcome: Outcome, answers_j: float | None) -> Verdict
 
 
 def exceeded(limits: Limits, told: dict[str, float]) -> str:
-    """The limit that a model does not keep to, with both numbers; "": it keeps to all that were measured."""
+    """Limit that a model exceeds, with both numbers; "": the model keeps to all that were measured."""
     accuracy, before = told.get("accuracy"), told.get("accuracy_before")
     if limits.min_gain is not None and accuracy is not None and before is not None:
         gain = accuracy - before
@@ -68,12 +68,12 @@ def exceeded(limits: Limits, told: dict[str, float]) -> str:
 
 
 def worse(min_gain: float | None, before: Served | None, now: Served) -> str:
-    """Why the answers in use show that a model does not keep to its limit; "": they do not, or labels are too few.
+    """Reason by which answers in use show that a model misses its limit; "": none, or too few labels.
 
     Args:
         min_gain: of the release: accuracy less that of the model before, a share.
-        before: what the runner said last of the model before; None: nothing.
-        now: what it says of the model in use.
+        before: the runner's last report on the model before; None: there is none.
+        now: the runner's report on the model in use.
     """
     if min_gain is None or before is None or before.accuracy is None or now.accuracy is None:
         return ""

@@ -10,29 +10,29 @@ from fedquilt.wire import Release
 
 
 class Verdict(NamedTuple):
-    """End of a check: measured numbers, and why the release is refused; "": it is not."""
+    """Result of a check: why the release is refused, or "", and the measured numbers."""
 
     refused: str
     metrics: Mapping[str, float]
-    note: str = ""  # what should be known of a release that is not refused: that its accuracy was not measured
+    note: str = ""  # remark on a release that is accepted: its accuracy was not measured
 
 
 class Kind(Protocol):
     """One kind of release. Every method can be called again after a kill at any moment, with the same outcome.
 
-    A kind that inherits from this class has the methods at the end, which say that it has nothing to tell there.
+    Methods at the end of this class have defaults, for kinds without such a step.
     """
 
     def current(self) -> str:
-        """The blob (sha256) that is in use; "": what the board was flashed with."""
+        """Blob (sha256) of the release in use; "": what the board was flashed with."""
         ...
 
     def stage(self, release: Release, blob: Path | None) -> None:
         """Lay the release beside what is in use, verified; nothing is exchanged yet.
 
         Raises:
-            ModelError: it cannot be used on this board, and why.
-            StoreError: it cannot be written.
+            ModelError: the release cannot be used on this board; says why.
+            StoreError: the release cannot be written.
         """
         ...
 
@@ -41,7 +41,7 @@ class Kind(Protocol):
         ...
 
     def checked(self) -> Verdict | None:
-        """The end of the check; None: it goes on."""
+        """Result of the check; None: the check goes on."""
         ...
 
     def swap(self, release: Release) -> None:
@@ -50,12 +50,12 @@ class Kind(Protocol):
         An agent that was killed while a release soaked calls `swap` again for what is in use: a hook runs once more.
 
         Raises:
-            StoreError: it cannot be written; what was in use still is.
+            StoreError: the exchange cannot be written; the release before stays in use.
         """
         ...
 
     def ill(self) -> str:
-        """Why what is in use does not hold up; "": it does.
+        """Reason why the release in use does not hold up; "": there is none.
 
         `ill` is asked while a release soaks, and by an agent that begins and finds a release swapped or about to be:
         the answer is why this process runs without that release, if something outside the agent has returned from it.
@@ -63,23 +63,23 @@ class Kind(Protocol):
         ...
 
     def back(self) -> bool:
-        """Put the previous one in use again; False: there is none.
+        """Put the previous release in use again; False: there is none.
 
         Raises:
-            StoreError: it cannot be written; it is tried again.
+            StoreError: the return cannot be written; it is tried again.
         """
         ...
 
     def drop(self) -> None:
-        """End a check that goes on, and delete what is staged and not in use."""
+        """End a check that goes on, and delete staged releases that are not in use."""
         ...
 
     def settled(self) -> bool:
-        """Whether an exchange has come to its end: it has not while a hook runs."""
+        """Whether an exchange is complete: no hook runs any more."""
         return True
 
     def unable(self) -> str:
-        """Why no release of this kind can ever be put in use here, in a few words; "": one can."""
+        """Short reason why no release of this kind can ever be used here; "": there is none."""
         return ""
 
     def need_bytes(self, release: Release) -> int:

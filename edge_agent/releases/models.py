@@ -42,7 +42,7 @@ from fedquilt.wire import Release
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
-METERED_S: Final = 3.0  # of answers one after the other on a board with a meter, for joules; else TIMED_S
+METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
 KILLED_MOST: Final = 2  # most restarts of a check whose process was killed from outside
 FAILED_LEAST: Final = 5  # failures of the runner with a model, and by how much more often than before, of its answers:
@@ -70,7 +70,7 @@ class Models(Kind):
 
     Args:
         settings: of the agent.
-        board: whose meter tells the joules of an answer.
+        board: its meter measures the joules of an answer.
         worker: carries checks out, one at a time.
         budget_bytes: most that a check may hold resident, now; None: as in the settings.
         disk: where the models are.
@@ -100,14 +100,14 @@ class Models(Kind):
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
-        self._check: tuple[Release, float] | None = None  # that goes on, and until when
+        self._check: tuple[Release, float] | None = None  # the release under check, and the check's time limit
         self._killed = 0
         self._outcome: Outcome | None = None
-        self._ledger: Ledger | None = None  # of the answers that are timed
+        self._ledger: Ledger | None = None  # energy of the timed answers
         self._answers_j: float | None = None
-        self._first: Served | None = None  # what the runner said first of what is in use
-        self._before: Served | None = None  # what it said last of the model before; a process that begins anew: nothing
-        self._min_gain: float | None = None  # of the release in use
+        self._first: Served | None = None  # the runner's first report on the model in use
+        self._before: Served | None = None  # the runner's last report on the model before; not kept over restarts
+        self._min_gain: float | None = None  # limit of the release in use
         self._exchanged_s = clock()
         self._there = False  # whether a runner was there at the exchange
 
@@ -119,7 +119,7 @@ class Models(Kind):
         return "" if name is None else self._model(name)
 
     def _answers(self) -> str:
-        """The model (sha256) that a runner answers with which has taken up what is in use; "": nothing is."""
+        """Model file (sha256) that a runner which follows `current` answers with; "": none is in use."""
         name = self._disk.target(self.folder / CURRENT)
         if name is None or not self._disk.is_file(self.folder / name / SHARED):
             return self.current()
@@ -131,7 +131,7 @@ class Models(Kind):
         return self._made[name]
 
     def _model(self, name: str) -> str:
-        """The blob (sha256) of a folder; "": there is none. Where release.json is damaged its file tells it."""
+        """Blob (sha256) of a model's folder, hashed anew where release.json is damaged; "": there is none."""
         if name not in self._known:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
@@ -156,7 +156,7 @@ class Models(Kind):
         name, disk = release.blob.sha256[:16], self._disk
         part, whole = self.folder / f"{name}.part", self.folder / name
         if name == disk.target(self.folder / PREVIOUS) and self._model(name) == release.blob.sha256:
-            return  # it ran here before
+            return  # the model ran here before
         with doing(f"lay the model {release.name} into {self.folder}", "free some space"):
             if not disk.is_dir(self.folder):
                 disk.settle(self.folder)
@@ -165,14 +165,14 @@ class Models(Kind):
             for left in (part, whole):
                 disk.remove(left)
             disk.make(part)
-            file = MODEL if personal.about(blob, disk) is None else SHARED
+            file = MODEL if personal.task(blob, disk) is None else SHARED
             self._lay(blob, part / file)
             laid = Laid(model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial)
             disk.write(part / RELEASE, msgspec.json.encode(laid))
             for each in (file, RELEASE):
                 disk.sync(part / each)
         try:
-            if file == MODEL:  # else the check makes and examines it
+            if file == MODEL:  # a model with parts is made and examined by the check
                 self._examine(part / MODEL)
         except ModelError as error:
             raise ModelError(f"the model cannot be run: {error}") from None
@@ -234,14 +234,14 @@ class Models(Kind):
         self._worker.start(order, now_s)
 
     def _parted(self, model: Path) -> Parted | None:
-        """What a model is put together of; None: it was sent as it is."""
+        """Files that a model is put together of; None: the model was sent whole."""
         shared = model.with_name(SHARED)
         with doing(f"read {shared}"):
-            about = personal.about(shared, self._disk) if self._disk.is_file(shared) else None
-        if about is None:
+            task = personal.task(shared, self._disk) if self._disk.is_file(shared) else None
+        if task is None:
             return None
         self._forget(model.parent.name)
-        kept, mode = self._kept(about.job), 0o640 if self._shared else 0o600
+        kept, mode = self._kept(task.job), 0o640 if self._shared else 0o600
         return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost, mode)
 
     def checked(self) -> Verdict | None:
@@ -321,7 +321,7 @@ class Models(Kind):
         return not self._hook.runs and self._runner_follows()
 
     def _runner_follows(self) -> bool:
-        """Whether a runner that is there has taken the model up, and still writes; `ill` ends the wait for both."""
+        """Whether a runner, if any, has taken the model up and still writes; `ill` ends the wait for both."""
         told, now = self.runner.look(), self._answers()
         if told is None or not now:
             return True
@@ -339,7 +339,7 @@ class Models(Kind):
         return self._runner_fails()
 
     def _runner_fails(self) -> str:
-        """Why the runner does not get on with the model in use; "": it does, or there is none."""
+        """Failure of the runner with the model in use; "": there is none, or no runner."""
         told = self.runner.look()
         if told is None:
             was = self._there or self._first is not None
@@ -348,7 +348,7 @@ class Models(Kind):
             late = self._clock() > self._exchanged_s + TAKEN_UP_S
             return "the model runner has not taken it up: it answers with another model" if late else ""
         first = self._first
-        if first is None or told.served < first.served or told.failed < first.failed:  # it has started anew
+        if first is None or told.served < first.served or told.failed < first.failed:  # the runner has started anew
             self._first = first = told if first is None else Served(model=told.model)
         failed, answers = told.failed - first.failed, told.failed - first.failed + told.served - first.served
         usual = first.failed / max(first.failed + first.served, 1)
@@ -365,7 +365,7 @@ class Models(Kind):
         with doing(f"delete old models in {self.folder}"):
             used = {link: self._disk.target(self.folder / link) for link in (CURRENT, PREVIOUS)}
             if used[PREVIOUS] is not None and used[PREVIOUS] == (used[CURRENT] or NOTHING):
-                self._disk.unlink(self.folder / PREVIOUS)  # there is nothing before it to return to
+                self._disk.unlink(self.folder / PREVIOUS)  # no model before it to return to
             for entry in self._disk.entries(self.folder):
                 if entry.is_dir and _NAME.match(entry.name) and entry.name not in used.values():
                     self._disk.remove(self.folder / entry.name)

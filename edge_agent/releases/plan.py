@@ -5,8 +5,8 @@
                                                                    +-> refused
 
 `Noted` is on disk before the actions that follow are carried out, so that a process finds out where a killed one was.
-All before the swap is done anew after a kill: the blob is on disk already, and a repeated check changes nothing. The
-swap is noted before it is made, together with what runs until then; a return likewise.
+After a kill the steps before the swap are repeated: the blob is on disk already, and a second check changes nothing.
+A swap is noted before it is made, together with the release in use until then; a return likewise.
 
 A release with a smaller serial than the one in hand is old news, and one with the same is answered. One with a greater
 serial takes the place of a release that is not in use yet. A release that soaks first comes to its end, unless it is to
@@ -69,7 +69,7 @@ _WITHIN: Final[dict[str, Any]] = {
 
 
 def told(state: State, current: str) -> Installed | None:
-    """How far the device is, as a message; None: nothing was asked of it yet."""
+    """Progress of the device's release as a message; None: no release was asked for."""
     noted = state.noted
     if noted is None:
         return None
@@ -169,7 +169,7 @@ def _start(state: State, release: Release, now_s: float) -> Step:
 
 
 def _give_up(state: State) -> tuple[Action, ...]:
-    """What ends the work for a release that is not in use yet."""
+    """Actions that end the work for a release that is not in use yet."""
     if state.noted is None or state.noted.step != "wanted":
         return ()
     blob = state.noted.release.blob
@@ -266,7 +266,7 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
     match noted.step:
         case "wanted":
             return _go_on(state, noted, seen, now_s)
-        case "swapping":  # nobody could be told of it the first time
+        case "swapping":  # the link was not up the first time
             return replace(state, again_s=inf), (Swap(noted.release),)
         case "soaking":
             if seen.ill:
@@ -293,7 +293,7 @@ def _go_on(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
     release = noted.release
     if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
         return _end(state, "committed", "it ran here already", now_s)
-    if state.stage == "fetching":  # again
+    if state.stage == "fetching":  # the fetch before has failed
         assert release.blob is not None
         return replace(state, again_s=inf), (Fetch(release.blob),)
     if state.stage == "checking":
@@ -316,9 +316,9 @@ def _go_on(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
 
 
 def waits_for(release: Release, state: State, seen: Look) -> str:
-    """What a release has to wait for before its next step; "": for nothing.
+    """Condition that a release waits for before its next step; "": none.
 
-    Without the numbers of the moment: each change of the sentence is published.
+    Measured values are left out, because each change of the sentence is published.
     """
     idle = release.force or not seen.works
     if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task

@@ -6,31 +6,31 @@ from typing import Any, Final
 
 import msgspec
 
-TIMED: Final = 0.5  # share that is told when the answers that are timed begin,
-DONE: Final = 0.75  # and when they have ended; `Outcome.examples` is their number
+TIMED: Final = 0.5  # progress at which the timed answers begin
+DONE: Final = 0.75  # progress at which the timed answers have ended; `Outcome.examples` is their number
 
 
 class Parted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A network that is put together on this board: `fedquilt.personal`."""
+    """Files of a network that is put together on this board: `fedquilt.personal`."""
 
-    shared: str  # file of what was sent
+    shared: str  # file that the coordinator sent
     device: str
-    private: str | None = None  # file of what this board has kept of the run; None: nothing, or nothing of use
-    private_sha256: str = ""  # of that file
-    lost: str = ""  # why there is none of use, although rounds have left one
+    private: str | None = None  # file of the private state of the run; None: none, or none of use
+    private_sha256: str = ""  # of the file `private`
+    lost: str = ""  # reason why the private state that rounds have left is of no use
     mode: int = 0o600  # permissions of the network's file
 
 
 class CheckOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One model, and what is measured of it."""
+    """Order to check one model."""
 
     model: str  # file
-    before: str | None  # file of what runs now; None: nothing
+    before: str | None  # file of the model in use; None: there is none
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec; {}: this device has none
     plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
     timed_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
     trtexec: str | None = None  # program that builds a TensorRT engine; None: there is none
     trtexec_s: float = 0.0  # most that it may take
-    parted: Parted | None = None  # what the model's file is made of first; None: it is there
+    parted: Parted | None = None  # files to make the model of first; None: the model was sent whole
     engine: str = "onnx"

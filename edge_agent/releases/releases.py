@@ -33,13 +33,13 @@ LOOKS_MOST: Final = 16  # in one step: a release goes through its phases in fewe
 
 
 class Surroundings(Protocol):
-    """What releases need of their agent."""
+    """Interface of the agent towards its releases."""
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Start fetching blobs; `Releases.fetched` follows for each.
 
         Raises:
-            StoreError: there is no room.
+            StoreError: the disk has no room for the blob.
         """
         ...
 
@@ -59,12 +59,12 @@ class Releases:
         local: the device's disk.
         kinds: by their names on the wire; a release of another kind is refused.
         duty: the device's tasks, which rest while a release is checked.
-        around: its agent.
-        settings: when a release has to wait.
+        around: the device's agent.
+        settings: conditions under which a release waits.
         clock: seconds since 1970 as this device counts them; None: it has no clock of its own.
 
     Raises:
-        StoreError: what was noted cannot be read.
+        StoreError: the notes of an earlier process cannot be read.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Releases:
         """Handle a message if it is about a release; returns whether it is.
 
         Raises:
-            WireError: it is, but its bytes are no release, or one of another kind.
+            WireError: the message's bytes are no release, or one of another kind.
         """
         if leaf not in KINDS:
             return False
@@ -129,7 +129,7 @@ class Releases:
             self._feed(name, self._look(name, now_s), now_s)
 
     def fetched(self, sha256: str, error: str | None, now_s: float) -> None:
-        """A blob has arrived, or could not be fetched this time."""
+        """Note that a blob has arrived, or could not be fetched this time."""
         for name in self._kinds:
             if (ref := self._fetches(name)) is None or ref.sha256 != sha256:
                 continue
@@ -150,7 +150,7 @@ class Releases:
         return found
 
     def tell(self) -> None:
-        """Publish how far this device is with the releases of each kind: the broker may have lost it."""
+        """Publish the progress of each kind's release again: the broker may have lost the message."""
         for name in self._kinds:
             self._told.pop(name, None)
             with self._waiting(name):
@@ -161,7 +161,7 @@ class Releases:
         return [each for kind in self._kinds.values() for each in kind.fds()]
 
     def stop(self) -> None:
-        """End checks; they are made anew by the next process."""
+        """End checks; the next process repeats them."""
         for name, kind in self._kinds.items():
             if self._checks(name):
                 kind.drop()
@@ -169,7 +169,7 @@ class Releases:
     # -- events --
 
     def _begin(self, now_s: float) -> None:
-        """Go on with what an earlier process has noted."""
+        """Continue from the notes of an earlier process."""
         if self._begun:
             return
         self._begun = True
@@ -183,7 +183,7 @@ class Releases:
 
     @contextmanager
     def _waiting(self, name: str, now_s: float = math.inf) -> Iterator[None]:
-        """Look again later if what is in use cannot be read now: the agent and its task go on."""
+        """Look again later if the release in use cannot be read now: the agent and its task go on."""
         try:
             yield
         except StoreError as error:
@@ -205,7 +205,7 @@ class Releases:
         return state.noted.release.blob
 
     def _look(self, name: str, now_s: float) -> steps.Look:
-        """The device as it is now, as far as this state asks for it."""
+        """Facts about the device that the state depends on."""
         state, kind = self._states[name], self._kinds[name]
         if state.noted is None or state.noted.step != "wanted":
             return steps.Look(current=kind.current(), settled=kind.settled(), ill=kind.ill())
@@ -223,14 +223,14 @@ class Releases:
         )
 
     def _feed(self, name: str, event: steps.Event, now_s: float) -> None:
-        """Apply an event: what follows is noted on disk, then told, then done."""
+        """Apply an event: the new state is noted on disk, then published, then carried out."""
         before = self._states[name]
         state, actions = plan.advance(before, event, now_s)
         if state.noted is not None and state.noted != before.noted:
             try:
                 self._local.note(_file(name), wire.encode(state.noted))
             except FedquiltError as error:
-                if state.noted.step == "swapping":  # unless that is on disk, nothing is exchanged
+                if state.noted.step == "swapping":  # nothing is exchanged unless the note is on disk
                     return self._feed(name, steps.Failed(str(error)), now_s)
                 log.error("the release %s of kind %s cannot be noted: %s", state.noted.release.name, name, error)
         self._states[name] = state
@@ -298,7 +298,7 @@ class Releases:
             return None
 
     def _tell(self, name: str) -> None:
-        """Publish how far this device is, if that has changed."""
+        """Publish the release's progress, if it has changed."""
         told = plan.told(self._states[name], self._kinds[name].current())
         if told is None or told == self._told.get(name):
             return
@@ -314,7 +314,7 @@ def _file(name: str) -> str:
 
 
 def _swapped(kind: Kind, release: Release) -> steps.Event:
-    """Put a release in use; what follows from that."""
+    """Put a release in use; returns the event that follows."""
     try:
         kind.swap(release)
     except FedquiltError as error:

@@ -1,4 +1,4 @@
-"""The process of a model's check, confined as a task's, but that it may write less.
+"""Start of a model's check in a process that is confined like a task's, and may write less.
 
     python -m fedquilt.edge_agent.releases.start MODELS PARENT
 

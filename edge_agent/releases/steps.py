@@ -1,4 +1,4 @@
-"""Releases on a device, as values without behaviour: where one stands, what happens to it, what is done for it.
+"""Values of releases on a device: the state of a release, events that happen to it, and actions to take.
 
 `edge_agent.releases.plan.advance` takes an `Event` and a `State`, and returns the next `State` and the `Action`s to
 carry out.
@@ -15,32 +15,32 @@ import msgspec
 from fedquilt.core import AnyDigest, BlobRef, Label, Metrics, Reading, Sentence, Wired
 from fedquilt.wire import Release
 
-REFETCH_S: Final = 2.0  # a blob that could not be fetched is asked for again after this, then after twice as long
+REFETCH_S: Final = 2.0  # pause before a blob is fetched again; it doubles with each failure
 
 # -- state ----------------------------------------------------------------------------------------
 
 
 class Noted(Wired, frozen=True, omit_defaults=True):
-    """What is known on disk of the releases of one kind."""
+    """Notes on disk about the releases of one kind."""
 
-    release: Release  # the latest
+    release: Release  # the latest one
     step: Literal["wanted", "swapping", "soaking", "committed", "refused", "returning", "returned"] = "wanted"
     reason: Sentence = ""
     metrics: Metrics = msgspec.field(default_factory=dict)
-    next: Release | None = None  # that has come while this one soaks
-    origin: AnyDigest = ""  # what runs when the swap is about to be made
-    rollout: Label = ""  # that brought what is in use; "": none that could be taken back
-    name: Label = ""  # of what is in use
-    before: AnyDigest = ""  # what ran before that
+    next: Release | None = None  # a release that arrived while `release` soaks
+    origin: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
+    rollout: Label = ""  # rollout that brought the release in use; "": none that could be taken back
+    name: Label = ""  # name of the release in use
+    before: AnyDigest = ""  # release (sha256) that ran before the one in use
     before_name: Label = ""
 
 
 class State(msgspec.Struct, frozen=True):
-    """Where the releases of one kind are on this device."""
+    """State of one kind's releases on this device."""
 
     noted: Noted | None = None
-    stage: Literal["gate", "fetching", "fetched", "checking", "checked", "undone"] = "gate"  # within its step
-    waits: str = ""  # what it waits for
+    stage: Literal["gate", "fetching", "fetched", "checking", "checked", "undone"] = "gate"  # stage within the step
+    waits: str = ""  # condition that the release waits for
     again_s: float = math.inf  # when to look again
     until_s: float = math.inf  # end of the soak
     patience_s: float = REFETCH_S
@@ -60,7 +60,7 @@ class Withdrawn(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Its blob is here, or could not be fetched this time."""
+    """The release's blob is here, or could not be fetched this time."""
 
     error: str | None = None
 
@@ -84,38 +84,38 @@ class Swapped(msgspec.Struct, frozen=True):
 
 
 class Ill(msgspec.Struct, frozen=True):
-    """What soaks does not hold up."""
+    """The soaking release does not hold up."""
 
     reason: str
 
 
 class Undone(msgspec.Struct, frozen=True):
-    """What ran before is in use again; `found`: there was something before."""
+    """The release before is in use again; `found`: there was one."""
 
     found: bool = True
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """A process begins with what an earlier one has noted. `ill`: what the kind says of what is in use."""
+    """A process begins from the notes of an earlier one. `ill`: the kind's verdict on the release in use."""
 
     current: str = ""
     ill: str = ""
 
 
 class Look(msgspec.Struct, frozen=True):
-    """It is time to look at the device, which is as follows."""
+    """Facts about the device at a look."""
 
     current: str = ""
     here: bool = False  # the blob is on this device
-    works: bool = False  # a task runs
+    works: bool = False  # whether a task runs
     other: str = ""  # kind of another release that is being checked
     need_bytes: int = 0  # memory that the check will take
     reading: Reading = Reading()
     local: time.struct_time | None = None
     settled: bool = True  # no hook runs
-    ill: str = ""  # of what is in use: asked while it soaks, and after a return
-    min_battery: float = 0.0  # below this charge nothing is begun, unless it charges
-    max_c: float | None = None  # hotter, and nothing is begun; None: no limit
+    ill: str = ""  # verdict on the release in use: asked while it soaks, and after a return
+    min_battery: float = 0.0  # least charge at which a release begins, unless the battery is being charged
+    max_c: float | None = None  # highest temperature at which a release begins; None: no limit
 
 
 Event = Wanted | Withdrawn | Fetched | Checked | Failed | Swapped | Ill | Undone | Begun | Look
@@ -148,17 +148,17 @@ class Swap(msgspec.Struct, frozen=True):
 
 
 class Undo(msgspec.Struct, frozen=True):
-    """Put what ran before, `before`, in use again; `Undone` or `Failed` follows."""
+    """Put the release `before` in use again; `Undone` or `Failed` follows."""
 
     before: str
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """End a check and delete what is not in use."""
+    """End a check and delete releases that are not in use."""
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Publish how far the device is, although nothing has changed."""
+    """Publish the release's progress although it has not changed."""
 
 
 Action = Fetch | Abandon | Check | Swap | Undo | Drop | Tell

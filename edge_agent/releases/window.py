@@ -6,23 +6,23 @@ import re
 import time
 from typing import Final
 
-EARLIEST_YEAR: Final = 2020  # a clock before it was never set: boards without a battery for theirs begin in 1970
+EARLIEST_YEAR: Final = 2020  # an earlier clock was never set: boards without a clock battery begin in 1970
 FORM: Final = 'a window is two times of a day, "02:00-05:00"'
 
 _FORM: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
 
 
 def wrong(window: str) -> str:
-    """Why a text is no window; "": it is one, or it is "", for any time."""
+    """Reason why a text is no window; "": the text is one, or empty for any time."""
     return "" if not window or _FORM.match(window) else f"{window!r} is no window: {FORM}"
 
 
 def waits(window: str, local: time.struct_time | None) -> str:
-    """Why nothing may be exchanged now; "": it may.
+    """Reason why nothing may be exchanged now; "": there is none.
 
     Args:
         window: "HH:MM-HH:MM", over midnight too if the second time is the earlier one; "": at any time.
-        local: the board's local time; None: it has no clock.
+        local: the board's local time; None: the board has no clock.
     """
     found = _FORM.match(window)
     if found is None:

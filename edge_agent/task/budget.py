@@ -149,11 +149,20 @@ OUT_OF_MEMORY: Final = (
 )
 """Messages of libraries that get no memory, in small letters."""
 
+GPU_FAILED: Final = ("cuda error", "cuda failure", "cudnn error", "cudnn_status", "cublas_status", "cuda driver error")
+"""Messages of libraries whose GPU does not answer or has refused a kernel, in small letters."""
+
 
 def tells_of_memory(text: str) -> bool:
     """Whether an error's text, or the last words of a process, mean that memory ran out."""
     text = text.lower()
     return any(sign in text for sign in OUT_OF_MEMORY)
+
+
+def tells_of_gpu(text: str) -> bool:
+    """Whether an error's text means that the GPU failed, after which its process can use it no more."""
+    text = text.lower()
+    return any(sign in text for sign in GPU_FAILED)
 
 
 def is_of_memory(error: BaseException) -> bool:

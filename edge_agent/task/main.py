@@ -120,13 +120,16 @@ def carry_out(
         own_process: this process does nothing else, so its resident peak is the task's.
         loaded: called with the number of the device's examples, before the work begins.
     """
-    began_s, cpu_s, base = time.perf_counter(), time.process_time(), None
+    began_s, cpu_s, base, gpu = time.perf_counter(), time.process_time(), None, None
     try:
         engine = bench.engine(order.task.engine, plannable(order))
         if hasattr(engine, "planned_bytes"):
             engine.planned_bytes = None  # left by an earlier task
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
+            gpu = getattr(engine, "gpu", None)
+        if gpu is not None and base is not None:
+            base += gpu.begin(order.budget_bytes - base)
         site = site_of(order, bench, progress, loaded, engine=engine)
         outcome = worked(order, bench.method(order), site)
     except Exception as error:
@@ -136,8 +139,14 @@ def carry_out(
         wall_s=time.perf_counter() - began_s,
         cpu_s=time.process_time() - cpu_s,
         base_bytes=base,
-        peak_bytes=None if base is None else budget.peak_bytes(os.getpid()),
+        peak_bytes=None if base is None else _peak_bytes(gpu),
     )
+
+
+def _peak_bytes(gpu: Any) -> int | None:
+    """Most that this process has held, resident and on the GPU if it uses one; None: the kernel does not tell."""
+    resident = budget.peak_bytes(os.getpid())
+    return resident if resident is None or gpu is None else resident + gpu.peak_bytes()
 
 
 def site_of(
@@ -165,7 +174,7 @@ def site_of(
         held=held,
         local=compression.own(local),
         lost=lost,
-        cache_at=Path(order.cache),
+        cache_at=order.cache,
         load=lambda name: bench.tensors(_file(order, name)),
         path=lambda name: Path(_file(order, name)),
         progress=progress,
@@ -251,6 +260,10 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
     planned = getattr(site.engine, "planned_bytes", None)
+    notes = [f"{note}: it has begun anew"] if note else []
+    if told := getattr(site.engine, "note", ""):
+        notes.append(told)
+        site.engine.note = ""
     return Outcome(
         weight=weight,
         metrics=metrics,
@@ -258,7 +271,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         layouts=layouts,
         blobs=blobs,
         private=private_left,
-        note=f"{note}: it has begun anew"[:1000] if note else "",
+        note="; ".join(notes)[:1000],
         examples=len(site.train),
         planned_bytes=planned,
     )
@@ -367,7 +380,10 @@ def main() -> None:
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=Order)
             plugins.restrict(order.plugins)
-            say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
+            outcome = carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples)))
+            say(outcome)
+            if outcome.code == "failed" and budget.tells_of_gpu(outcome.reason):
+                break  # an error on the GPU stays with this process: the next order gets a new one
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ class ChildWorker:
 
     def start(self, order: Asked, now_s: float) -> None:
         """Send the order to the child, which is started if there is none for this engine."""
-        if self._child is not None and self._child.engine != order.engine:
+        if self._child is not None and (self._child.gone or self._child.engine != order.engine):
             self._end()
         try:
             if self._child is None:

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
             policy: Literal["energy", "paper", "max", "board"] = ...,
             adversaries: jobs.Adversaries | None = ...,
             labels: Sequence[str] = ...,
+            links: Sequence[str] = ...,
         ) -> None: ...
 
 else:

@@ -1,6 +1,6 @@
-"""Carriers of blobs beside the link: what moves bytes in threads of its own, and tells the loop how it ended.
+"""Carriers of blobs beside the link: transfers in threads of their own, and reports of how each ended.
 
-A loop starts jobs and looks at `take_ended`; `fds` wakes it. It never waits for them.
+An event loop starts jobs and reads `take_ended` when `fds` become readable. No call waits for a job.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Key = tuple[str, str]  # device, sha256
 
 
 class Ended(NamedTuple):
-    """End of a job."""
+    """Result of a transfer's job."""
 
     key: Key
-    intake: Intake | None  # None: the blob was put somewhere
+    intake: Intake | None  # None: the job sent the blob
     error: str | None
-    later: bool = False  # the same places may do after a while
-    disk: bool = False  # it is this side's disk that refuses
-    source: int = 0  # which place took the blob
+    later: bool = False  # whether the same places may work after a while
+    disk: bool = False  # whether this side's disk has refused
+    source: int = 0  # index of the place that took the blob
 
 
 class Carriers:
-    """Of a board: it knows no places but those that the coordinator names.
+    """Carriers of a board, which knows no places but those that the coordinator names.
 
     Args:
         identity: this side's certificate, for the coordinator's server; None: unsigned.
@@ -54,7 +54,7 @@ class Carriers:
     def __init__(self, identity: Identity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
         self._identity, self._ca, self._most = identity, ca, most
         self._reached: over_http.Reach | None = None
-        self._ended: deque[tuple[Ended, int]] = deque()  # with the number of jobs that have ended by it
+        self._ended: deque[tuple[Ended, int]] = deque()  # and how many jobs had ended by then
         self._running = 0
         self._wake: int | None = None
 
@@ -69,20 +69,20 @@ class Carriers:
         return ()
 
     def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
-        """Places where this side fetches what a device says that it has put there; (): nowhere."""
+        """Places from which this side fetches a blob that a device has put there; (): none."""
         return ()
 
     def over(self, key: Key) -> None:
-        """A transfer has ended, or goes another way: its places are closed."""
+        """Close the places of a transfer that has ended, or goes another way."""
 
     def take_ready(self) -> list[Key]:
-        """Blobs that are at a place since the last call, and the devices that asked for them meanwhile."""
+        """Blobs that have reached a place since the last call, and the devices that asked for each meanwhile."""
         return []
 
     # -- for a loop --
 
     def fds(self) -> Sequence[int]:
-        """What wakes the loop when a job has ended."""
+        """File descriptors that become readable when a job has ended."""
         return () if self._wake is None else (self._wake,)
 
     @property
@@ -109,7 +109,7 @@ class Carriers:
             os.eventfd_write(self._wake, 1)
 
     def rests_until_s(self, sources: Sequence[Source]) -> float:
-        """When one of these places may be tried, on the monotonic clock."""
+        """Earliest time at which one of these places may be tried, in seconds of the monotonic clock."""
         reached = self._reached
         return min((reached.rests_until_s(each) for each in sources), default=math.inf) if reached else -math.inf
 
@@ -126,12 +126,12 @@ class Carriers:
                 return missed(key, intake, error, later=later)
             return Ended(key, intake, None)
 
-        self.start(job, Ended(key, intake, "the transfer ended by a mistake in the program"))
+        self.start(job, Ended(key, intake, "an error in the program ended the transfer"))
 
     def put(
         self, key: Key, depot: Depot, ref: BlobRef, sources: Sequence[Source], moved: Callable[[int], None]
     ) -> None:
-        """Put a blob in a thread; `moved` is called there with the bytes of each piece."""
+        """Send a blob from a thread, which calls `moved` with the number of bytes of each piece."""
 
         def job() -> Ended:
             from fedquilt.blobs import over_http
@@ -146,10 +146,10 @@ class Carriers:
                 if file >= 0:
                     os.close(file)
 
-        self.start(job, Ended(key, None, "the transfer ended by a mistake in the program"))
+        self.start(job, Ended(key, None, "an error in the program ended the transfer"))
 
     def give_up(self, key: Key, intake: Intake, reason: str) -> None:
-        """End a transfer that others have let go of; what of the blob is here is looked for in a thread."""
+        """End an abandoned transfer: a thread finds out which chunks of the blob are here."""
         failed = Ended(key, intake, reason)
         self.start(lambda: missed(key, intake, LinkError(reason)), failed)
 
@@ -161,17 +161,17 @@ class Carriers:
         return self._reached
 
     def ask(self, method: str, source: Source) -> tuple[int, str]:
-        """Ask a place without sending or fetching anything: status and date of its answer. It blocks: for jobs.
+        """Status and date of a place's answer to a request without a body. The call blocks: only jobs make it.
 
         Raises:
-            LinkError: it does not answer.
+            LinkError: the place does not answer.
         """
         from fedquilt.blobs import over_http
 
         return over_http.ask(self._reach(), method, source)
 
     def start(self, job: Callable[[], Ended], failed: Ended) -> None:
-        """Run a job in a thread; `failed` is told if it ends by a mistake in the program."""
+        """Run a job in a thread; `failed` is its result if an error in the program ends it."""
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running += 1
@@ -189,7 +189,7 @@ class Carriers:
 
 
 def missed(key: Key, intake: Intake, error: FedquiltError, *, later: bool = False) -> Ended:
-    """End of a transfer that has failed, with what of the blob is here."""
+    """Result of a transfer that has failed, with the chunks that are here."""
     try:
         intake.look()
     except StoreError as full:

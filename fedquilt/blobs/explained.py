@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -19,15 +17,22 @@ _MENDS: Final = {
 }
 
 
-@contextmanager
-def explained(what: str, folder: Path) -> Iterator[None]:
+class Explained:
     """Turn an OSError of the body into a sentence: "cannot `what` in `folder`", the reason and the mend.
 
     Raises:
         StoreError: in its place.
     """
-    try:
-        yield
-    except OSError as error:
-        mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
-        raise StoreError(f"cannot {what} in {folder}: {error.strerror}; {mend}") from None
+
+    __slots__ = ("_folder", "_what")
+
+    def __init__(self, what: str, folder: Path) -> None:
+        self._what, self._folder = what, folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
+            raise StoreError(f"cannot {self._what} in {self._folder}: {error.strerror}; {mend}") from None

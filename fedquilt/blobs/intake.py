@@ -1,7 +1,7 @@
-"""A blob's bytes as they come in order, over whatever carrier, on their way into its part.
+"""Intake of a blob: bytes that a carrier brings in order are checked and written into the blob's part.
 
 Chunks are compared with the manifest one by one only where they are damaged: a blob that comes from its first byte to
-its last is hashed once, as it comes. What was here before, or came otherwise, is hashed at the end.
+its last is hashed once, as it comes. Chunks that were here before, or came over the link, are hashed at the end.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class ContentError(LinkError):
 
 
 class Intake:
-    """Of one blob, from one carrier. The thread that writes is another one than the loop, which may close it.
+    """Intake of one blob from one carrier. A thread writes; the loop may close the intake meanwhile.
 
     Args:
-        depot: where its part is open: `Depot.resume`.
+        depot: has the blob's part open: `Depot.resume`.
         manifest: of the blob.
         had: one byte per chunk: 1 if it is here and verified.
         through: take all from the first missing chunk on, as one stream; else the missing chunks alone.
@@ -48,7 +48,7 @@ class Intake:
         self._settle()
 
     def turn(self) -> int:
-        """Begin to write, in place of whoever did before."""
+        """Begin to write, in place of an earlier writer."""
         with self._lock:
             self._turn += 1
             return self._turn
@@ -61,8 +61,8 @@ class Intake:
         """Write the next bytes of the range that is due.
 
         Raises:
-            ClosedError: they are not wanted any more, or not from this writer.
-            StoreError: the disk does not take them.
+            ClosedError: the bytes are not wanted any more, or not from this writer.
+            StoreError: the disk refuses the bytes.
         """
         with self._lock:
             self._require(turn)
@@ -80,12 +80,12 @@ class Intake:
 
         Raises:
             ContentError: the bytes are not the manifest's; `had` says which chunks are.
-            ClosedError: it is not wanted any more.
+            ClosedError: the blob is not wanted any more.
             StoreError: the disk refuses, or the manifest does not describe this blob.
         """
         with self._lock:
             self._require(turn)
-            self._open = False  # who closes it meanwhile does not wait for the disk
+            self._open = False  # so that `close` does not wait for the disk
         digest = None if self._whole is None else self._whole.hexdigest()
         if digest != self.ref.sha256:
             digest = None
@@ -106,7 +106,7 @@ class Intake:
             self.had = self._depot.resume(self.manifest)
 
     def close(self) -> None:
-        """Take nothing any more; what is being written is, when this returns."""
+        """Accept no further bytes; a write under way has ended when this returns."""
         with self._lock:
             self._open = False
 

@@ -1,6 +1,6 @@
 """Blobs by HTTP(S), as a client: fetched in ranges of bytes, and put. Everything here blocks; it runs in threads.
 
-Addresses and tokens are secrets: what is said of a place is its host, and nothing that it has written.
+Addresses and tokens are secrets: messages name a place by its host, and quote nothing that the place has written.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ log = logging.getLogger("fedquilt.blobs.http")
 PIECE: Final = 256 * 1024  # bytes read at once, and written
 TLS_PIECE: Final = 16 * 1024  # bytes sent at once under TLS: each within STALL_S
 CONNECT_S: Final = 5.0
-STALL_S: Final = 20.0  # without a single byte
-PACE_S: Final = 30.0  # in which PACE_BYTES have to come or go
+STALL_S: Final = 20.0  # longest time without a byte
+PACE_S: Final = 30.0  # within which PACE_BYTES have to be moved
 PACE_BYTES: Final = 30_000
-PROGRESS_BYTES: Final = 64 * 1024  # that have to come over a connection, or it has failed
-MISSES_MOST: Final = 3  # connections in a row that broke, of a host that was reached
-REST_S: Final = 5.0  # of a host that was not reached, then twice as long, and so on
+PROGRESS_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
+MISSES_MOST: Final = 3  # most connections in a row that break although the host is reached
+REST_S: Final = 5.0  # pause after a host was not reached; it doubles with each failure
 REST_MOST_S: Final = 3600.0
 _OFFSET: Final = "Upload-Offset"
 _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 
 
 class CarrierError(LinkError):
-    """A place that does not do. `later`: it may do after a while; else it is of no use any more."""
+    """Raised for a place that does not work. `later`: the place may work after a while."""
 
     def __init__(self, sentence: str, *, later: bool) -> None:
         super().__init__(sentence)
@@ -47,7 +47,7 @@ class CarrierError(LinkError):
 
 
 class Pace:
-    """Ends what goes too slowly: a thread is not lent for long to whoever sends a byte now and then."""
+    """Least pace of a transfer: a peer that sends a byte now and then does not occupy a thread for long."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class Pace:
         """Note bytes.
 
         Raises:
-            TimeoutError: there were too few of late.
+            TimeoutError: fewer than PACE_BYTES were moved in PACE_S.
         """
         self._bytes += size
         now_s = self._clock()
@@ -68,7 +68,7 @@ class Pace:
 
 
 class Reach:
-    """How this process reaches places, and which hosts rest because they were not reached of late.
+    """Connections of this process to places, and the hosts that rest because they were not reached of late.
 
     Args:
         identity: shows the coordinator's server who this is, and checks that it is the coordinator's; None: unsigned.
@@ -80,11 +80,11 @@ class Reach:
         self._rests: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
 
     def rests_until_s(self, source: Source) -> float:
-        """When its host may be tried again, on the monotonic clock."""
+        """Time at which a place's host may be tried again, in seconds of the monotonic clock."""
         return self._rests.get(source.origin, (0, 0.0))[1]
 
     def worked(self, source: Source) -> None:
-        """Note that a host does."""
+        """Note that a host was reached."""
         self._rests.pop(source.origin, None)
 
     def failed(self, source: Source) -> None:
@@ -98,8 +98,8 @@ class Reach:
         """A connection to a place, closed at the end.
 
         Raises:
-            CarrierError: it is not to be trusted.
-            OSError: it is not reached.
+            CarrierError: the place's certificate is not to be trusted.
+            OSError: the place is not reached.
         """
         parts = urlsplit(source.url)
         host = parts.hostname or ""
@@ -141,7 +141,7 @@ def fetch(reach: Reach, sources: Sequence[Source], intake: Intake) -> None:
     """Fetch what an intake misses, from the first place that is reached, and finish it.
 
     Raises:
-        CarrierError: no place does.
+        CarrierError: no place works.
         ContentError: other bytes came than the manifest's.
         ClosedError: they are not wanted any more.
         StoreError: the disk refuses.
@@ -177,7 +177,7 @@ def pour(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int
     """Read `size` bytes from a buffered file of a socket, and pass them on in large pieces.
 
     Raises:
-        OSError: they do not come, or too slowly; what has come is passed on first.
+        OSError: the bytes do not come, or too slowly; those that have come are passed on first.
     """
     buffer, pace = memoryview(bytearray(min(piece, size))), Pace()
     filled = 0
@@ -200,7 +200,7 @@ def pour(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int
 
 
 def put(reach: Reach, sources: Sequence[Source], file: int, ref: BlobRef, moved: Callable[[int], None]) -> int:
-    """Put a blob to the first place that is reached; returns which that is.
+    """Send a blob to the first place that is reached; returns its index.
 
     Args:
         reach: of this process.
@@ -237,7 +237,7 @@ def _put(reach: Reach, source: Source, file: int, ref: BlobRef, start: int, move
         if source.token:
             connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
         _authorize(connection, source)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it may have said why it does not read on
+        with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
             connection.endheaders()
             send_file(connection.sock, file, start, ref.size - start, moved)
         with connection.getresponse() as answer:
@@ -289,7 +289,7 @@ def ask(reach: Reach, method: str, source: Source) -> tuple[int, str]:
     """Status and date of a place's answer to a request without a body.
 
     Raises:
-        CarrierError: it does not answer.
+        CarrierError: the place does not answer.
     """
     found: list[tuple[int, str]] = []
 
@@ -312,7 +312,7 @@ def _first(
     attempt: Callable[[Source], None],
     gained: Callable[[Source], int],
 ) -> int:
-    """Attempt one place after another until it does; returns which that is."""
+    """Attempt one place after another until one works; returns its index."""
     failures: list[CarrierError] = []
     for index, source in enumerate(sources):
         if reach.rests_until_s(source) > time.monotonic():
@@ -346,7 +346,7 @@ def _persist(source: Source, attempt: Callable[[Source], None], gained: Callable
 
 
 def _why(error: Exception) -> str:
-    """Why a place does not do, in words of this side: what it sent may hold line ends and a terminal's commands."""
+    """Reason for a place's failure in this side's words: an answer may hold line ends and a terminal's commands."""
     return why(error) if isinstance(error, OSError) else "what it answers is not HTTP"
 
 

@@ -33,7 +33,7 @@ from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.explained import explained
+from fedquilt.blobs.explained import Explained
 from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
@@ -74,7 +74,7 @@ class Depot:
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
-        self._doing = partial(explained, folder=folder)
+        self._doing = partial(Explained, folder=folder)
         self._verified = Verified(disk)
         with self._doing("make the folder"):
             if make:

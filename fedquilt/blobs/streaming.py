@@ -1,4 +1,4 @@
-"""Blobs that go another way than over the link: when that begins, and what becomes of it; part of `Transfers`.
+"""Blobs moved by carriers beside the link, from the offer of a place to the end of the transfer; part of `Transfers`.
 
 The coordinator names places (`wire.Place`), by which a device fetches a blob or puts one. A pull is held while bytes of
 it come from a place, and goes on over the link from what is there when that fails. Nothing here blocks.
@@ -22,7 +22,7 @@ from fedquilt.core import BlobRef, Place, Placed, Source, Wired
 
 log = logging.getLogger("fedquilt.blobs.streaming")
 
-QUIET_S: Final = 30.0  # without a byte of a blob that a device is to put, until it is asked for in chunks
+QUIET_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link
 TELL_S: Final = 5.0  # between two messages on the progress of putting a blob
 _OFFERED_MOST: Final = 4096
 
@@ -33,9 +33,9 @@ class _Coming:
 
     pull: Pull
     intake: Intake
-    until_s: float = math.inf  # by then more has to have come
-    seen: int = 0  # bytes that had at the last look
-    told: int = 0  # as the device tells
+    until_s: float = math.inf  # time by which further bytes have to arrive
+    seen: int = 0  # bytes that had come at the last look
+    told: int = 0  # bytes sent, as the device reports
 
 
 @dataclass
@@ -55,11 +55,11 @@ class _Going:
 
 
 class Streaming:
-    """Of one side.
+    """Transfers by carriers, of the coordinator or of a board.
 
     Args:
-        carriers: what moves the bytes, and on the coordinator knows places.
-        depot: where the blobs are.
+        carriers: moves the bytes; on the coordinator it knows the places.
+        depot: holds the blobs.
         publish: `publish(device, leaf, message)` sends a message over the link.
     """
 
@@ -72,13 +72,13 @@ class Streaming:
         self._offered: set[Key] = set()
 
     def fds(self) -> Sequence[int]:
-        """What wakes the loop when a transfer has ended."""
+        """File descriptors that become readable when a transfer has ended."""
         return self._carriers.fds()
 
     # -- who has the blob --
 
     def offer(self, device: str, ref: BlobRef, *, again: bool = True) -> None:
-        """Tell a device where it can fetch a blob beside the link; not `again`: unless it was told."""
+        """Name the places of a blob to a device; without `again` only if none was named before."""
         if not again and (device, ref.sha256) in self._offered:
             return
         if len(self._offered) >= _OFFERED_MOST:
@@ -88,11 +88,11 @@ class Streaming:
             self._publish(device, f"blob/{ref.sha256}/place", Place(sha256=ref.sha256, way="get", sources=sources))
 
     def ready(self) -> list[Key]:
-        """Blobs that have come to a place since devices asked for them; to be offered again."""
+        """Blobs that have reached a place since devices asked for them, and are to be offered again."""
         return self._carriers.take_ready()
 
     def put(self, key: Key, ref: BlobRef, place: Place) -> None:
-        """Put a blob where the coordinator wants it."""
+        """Send a blob to the place that the coordinator names."""
         if key not in self._going:
             self._going[key] = _Going(ref, place.sources)
 
@@ -103,7 +103,7 @@ class Streaming:
         self._places[key] = place.sources
 
     def placed(self, key: Key, placed: Placed, now_s: float) -> None:
-        """Note how far a device is that puts a blob."""
+        """Note how far a device's upload of a blob is."""
         coming = self._coming.get(key)
         if coming is None or coming.until_s == math.inf:
             return
@@ -117,7 +117,7 @@ class Streaming:
             coming.pull.release(None, now_s)
 
     def begin(self, key: Key, pull: Pull, now_s: float) -> None:
-        """Let a blob come from a place if there is one; the pull is held meanwhile."""
+        """Start fetching a blob from a place, if there is one; the pull is held meanwhile."""
         manifest = pull.manifest
         if pull.held or pull.done or manifest is None or chunks.count(manifest) == 1:
             return
@@ -136,7 +136,7 @@ class Streaming:
                 self._publish(key[0], f"blob/{key[1]}/place", Place(sha256=key[1], way="put", sources=sources))
 
     def forget(self, key: Key) -> None:
-        """Nothing of this blob is wanted any more; what is on its way is not written."""
+        """Drop a blob that is not wanted any more; bytes under way are not written."""
         coming = self._coming.pop(key, None)
         if coming is not None:
             coming.intake.close()
@@ -170,7 +170,9 @@ class Streaming:
         return found
 
     def step(self, now_s: float) -> float:
-        """Do what is due; returns when something will be."""
+        """Do what is due; returns the time of the next step."""
+        if not (self._coming or self._going or self._places):  # as where all blobs go over the broker
+            return math.inf
         for key, coming in list(self._coming.items()):
             if now_s >= coming.until_s:
                 seen = coming.intake.moved + coming.told

@@ -20,6 +20,7 @@ WHAT = (
     "deadlines",
     "fedsq",
     "costs",
+    "gpu",
     "dash",
     "coordinator",
     "sums",

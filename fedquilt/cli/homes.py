@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fedquilt import disk
 from fedquilt.cli.commands import wordy
-from fedquilt.cli.options import Broker
+from fedquilt.cli.options import Blobs, Broker
 from fedquilt.core import JobError, StoreError
 
 ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
@@ -88,17 +88,24 @@ def link_to(broker: Broker, say: Callable[[str], None]) -> tuple[Any, Any]:
     return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
 
 
-def follow(home: Path, broker: Broker, store: Any, id: str) -> int:
-    """Run a job to its end: here, unless a coordinator serves this home already; the exit code."""
+def follow(home: Path, broker: Broker, blobs: Blobs, store: Any, id: str) -> int:
+    """Run a job to its end: here, unless a coordinator serves this home already; returns the exit code.
+
+    Raises:
+        JobError: places of blobs are wrong.
+    """
     from fedquilt.coordinator.views import terminal
 
+    where = blobs.where(broker.ca)
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
     if store.lock():
         console = terminal.Console(wordy=wordy() > 0)
         link, identity = link_to(broker, console.say)
         link.connect(timeout_s=5.0)
-        terminal.coordinate(store, link, broker.fleet, console, only=id, identity=identity)
+        terminal.coordinate(store, link, broker.fleet, console, only=id, identity=identity, where=where)
     else:
+        if blobs.given:
+            print(f"{blobs.given[0]} has no effect: a coordinator serves {home}, by the options of its own command")
         terminal.tell(store, id, follow=True)
     return ended(home, id, store.status(id), f"fedquilt resume {id}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -251,6 +252,63 @@ def broker(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Calla
         return called
 
     return decorate
+
+
+@dataclass(frozen=True)
+class Blobs:
+    """Places of models and updates beside the broker, as options give them."""
+
+    http: str | None
+    url: str | None
+    s3: str | None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given."""
+        named = {"--blobs-http": self.http, "--blobs-url": self.url, "--blobs-s3": self.s3}
+        return [name for name, value in named.items() if value is not None]
+
+    def where(self, ca: Path | None) -> Any:
+        """The places as a coordinator takes them; `ca`: authority of the store's certificate.
+
+        Raises:
+            JobError: an address is malformed, boards cannot reach it, or a bucket's key is missing.
+        """
+        from fedquilt.coordinator.object_store import Bucket
+        from fedquilt.coordinator.places import Where
+
+        return Where(self.http, self.url, None if self.s3 is None else Bucket.parse(self.s3, os.environ), ca)
+
+
+def blobs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of places beside the broker; the function gets them as `blobs`, a `Blobs`."""
+
+    @functools.wraps(function)
+    def called(**given: Any) -> Any:
+        return function(blobs=Blobs(*(given.pop(f"blobs_{name}") for name in ("http", "url", "s3"))), **given)
+
+    for add in reversed(
+        (
+            option(
+                "--blobs-http",
+                metavar="HOST:PORT",
+                help="Serve models and take updates by HTTP (with --cert HTTPS) too; boards that do not reach it use "
+                "the broker.",
+                group="Blobs",
+            ),
+            option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs"),
+            option(
+                "--blobs-s3",
+                metavar="URL",
+                help="Use a bucket of an S3-compatible store for models and updates: "
+                "https://HOST/BUCKET/PREFIX?region=REGION. Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+                "the environment.",
+                group="Blobs",
+            ),
+        )
+    ):
+        called = add(called)
+    return called
 
 
 def exclusive(**given: Any) -> None:

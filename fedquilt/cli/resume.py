@@ -11,10 +11,11 @@ from fedquilt.cli.commands import verb
 @verb()
 @options.run_argument
 @options.home
+@options.blobs
 @options.broker()
-def resume(run: str, home: Path, broker: options.Broker) -> int:
+def resume(run: str, home: Path, blobs: options.Blobs, broker: options.Broker) -> int:
     """Continue a stopped, failed or interrupted run where it was."""
     from fedquilt.coordinator import requests
 
     with homes.existing(home) as store:
-        return homes.follow(home, broker, store, requests.resume(store, run).id)
+        return homes.follow(home, broker, blobs, store, requests.resume(store, run).id)

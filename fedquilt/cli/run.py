@@ -36,6 +36,7 @@ LIMITS = "Limits: the run ends after the round in which one is reached; [stop] i
     group=LIMITS,
 )
 @options.home
+@options.blobs
 @options.broker()
 def run(
     job: Path,
@@ -45,6 +46,7 @@ def run(
     max_bytes: int | None,
     max_wall: float | None,
     home: Path,
+    blobs: options.Blobs,
     broker: options.Broker,
 ) -> int:
     """Run a job and follow it to its end, here or on the coordinator that serves --home; arm one with a [trigger]."""
@@ -71,4 +73,4 @@ def run(
         if read.trigger is not None:
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
             return 0
-        return homes.follow(home, broker, store, id)
+        return homes.follow(home, broker, blobs, store, id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from fedquilt.cli import homes, options
@@ -13,20 +12,7 @@ from fedquilt.core import JobError
 @verb()
 @options.home
 @option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
-@option(
-    "--blobs-http",
-    metavar="HOST:PORT",
-    help="Serve models and take updates by HTTP (with --cert HTTPS) too; boards that do not reach it use the broker.",
-    group="Blobs",
-)
-@option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs")
-@option(
-    "--blobs-s3",
-    metavar="URL",
-    help="Use a bucket of an S3-compatible store for models and updates: https://HOST/BUCKET/PREFIX?region=REGION. "
-    "Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment.",
-    group="Blobs",
-)
+@options.blobs
 @option(
     "--site",
     type=options.PATH,
@@ -39,9 +25,7 @@ from fedquilt.core import JobError
 def serve(
     home: Path,
     metrics: str | None,
-    blobs_http: str | None,
-    blobs_url: str | None,
-    blobs_s3: str | None,
+    blobs: options.Blobs,
     site: Path | None,
     log_format: str,
     broker: options.Broker,
@@ -49,14 +33,11 @@ def serve(
     """Run the coordinator: carry out the jobs submitted to --home, side by side, until stopped."""
     from fedquilt import logs
     from fedquilt.coordinator import limits
-    from fedquilt.coordinator.object_store import Bucket
-    from fedquilt.coordinator.places import Where
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, coordinate
 
-    bucket = None if blobs_s3 is None else Bucket.parse(blobs_s3, os.environ)
-    where = Where(blobs_http, blobs_url, bucket, broker.ca)
+    where = blobs.where(broker.ca)
     with Store(home) as store:
         home = home.resolve()
         if not store.lock():

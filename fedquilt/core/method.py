@@ -74,7 +74,7 @@ class Site:
     local: Tensors  # private per-job state: kept on the board, never sent
     load: Callable[[str], Tensors]  # bundle name -> tensors, read on demand
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
-    cache_at: Path  # the folder that `cache` makes when it is first used: most methods need none
+    cache_at: Path | str  # the folder that `cache` makes when it is first used: most methods need none
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
     lost: str = ""  # why `local` is empty although earlier rounds left private state here; "": it is not
 
@@ -85,8 +85,9 @@ class Site:
         Raises:
             OSError: it cannot be made.
         """
-        self.cache_at.mkdir(parents=True, exist_ok=True)
-        return self.cache_at
+        folder = Path(self.cache_at)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
 @dataclass(frozen=True)

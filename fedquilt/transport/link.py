@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from fedquilt.cost_model import Link as Pace
+from fedquilt.transport.agenda import Agenda
 from fedquilt.transport.topic_tree import TopicTree
 
 
@@ -129,6 +131,7 @@ class Faults:
 
 
 NO_FAULTS = Faults()
+AT_ONCE = Pace()
 
 
 def disturbed(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
@@ -158,13 +161,18 @@ class MemoryBroker:
         self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
         self._links: dict[MemoryLink, None] = {}
         self._filters: TopicTree[MemoryLink] = TopicTree()
-        self._heap: list[tuple[float, int, MemoryLink, Message]] = []
+        self._heap: list[tuple[float, int, MemoryLink | None, Message]] = []  # None: it comes to this broker
         self._sequence = 0
 
-    def connect(self, will: tuple[str, bytes] | None = None) -> MemoryLink:
-        """Connect a new client; `will` is published (retained) when it is lost without a goodbye."""
+    def connect(self, will: tuple[str, bytes] | None = None, pace: Pace = AT_ONCE) -> MemoryLink:
+        """Connect a new client.
+
+        Args:
+            will: published (retained) when the client is lost without a goodbye.
+            pace: time that its messages take, one after the other in each direction.
+        """
         self.clients += 1
-        link = MemoryLink(self, will)
+        link = MemoryLink(self, will, pace)
         self._links[link] = None
         return link
 
@@ -186,7 +194,9 @@ class MemoryBroker:
         reached: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
-            if link.connected:
+            if link is None:
+                self._receive(*message)
+            elif link.connected:
                 link.inbox.append(message)
                 reached[link] = None
         return list(reached)
@@ -232,18 +242,34 @@ class MemoryBroker:
         for pattern in filters:
             self._filters.remove(pattern, link)
 
+    def _sent(self, link: MemoryLink, message: Message) -> None:
+        """Receive a client's message, when it has made its way."""
+        if link.pace is AT_ONCE:
+            return self._receive(*message)
+        self._sequence += 1
+        link.sent_s, due_s = self._way(link, link.sent_s, message)
+        heapq.heappush(self._heap, (due_s, self._sequence, None, message))
+
+    def _way(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
+        """When a client's line is free again after a message, and when the message has arrived."""
+        passed_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
+        return passed_s, passed_s + link.pace.transfer_s
+
     def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
         for copy in self._disturbed(payload):
             self._publish(topic, copy, retain)
 
     def _schedule(self, link: MemoryLink, message: Message) -> None:
+        begun_s = self.now_s
+        if link.pace is not AT_ONCE:
+            link.received_s, begun_s = self._way(link, link.received_s, message)
         if self.faults == NO_FAULTS:
             self._sequence += 1
-            heapq.heappush(self._heap, (self.now_s + 0.001, self._sequence, link, message))
+            heapq.heappush(self._heap, (begun_s + 0.001, self._sequence, link, message))
             return
         for payload in self._disturbed(message.payload):
             self._sequence += 1
-            due = self.now_s + 0.001 + self._random.random() * self.faults.delay_s
+            due = begun_s + 0.001 + self._random.random() * self.faults.delay_s
             heapq.heappush(self._heap, (due, self._sequence, link, message._replace(payload=payload)))
 
     def _disturbed(self, payload: bytes) -> list[bytes]:
@@ -258,9 +284,10 @@ class MemoryLink:
 
     backlog = 0
 
-    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None) -> None:
+    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: Pace = AT_ONCE) -> None:
         self.broker = broker
         self.will = will
+        self.pace, self.sent_s, self.received_s = pace, 0.0, 0.0
         self.number = broker.clients  # grows with every client
         self.session = 1
         self.connected = True
@@ -279,9 +306,9 @@ class MemoryLink:
         self.broker._unsubscribe(self, filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish at once; a lost client's messages are dropped."""
+        """Publish at this link's pace; a lost client's messages are dropped."""
         if self.connected:
-            self.broker._receive(topic, payload, retain)
+            self.broker._sent(self, Message(topic, payload, retain))
 
     def receive(self) -> list[Message]:
         """Empty the inbox."""
@@ -335,7 +362,7 @@ def simulate(
     Raises:
         TimeoutError: the virtual time limit passed, or no event is left.
     """
-    agenda = _Agenda(broker.now_s)
+    agenda = Agenda()
     clients = -1
     while not until():
         reached = broker.deliver()
@@ -351,50 +378,3 @@ def simulate(
         if next_s > limit_s:
             raise TimeoutError(f"nothing left to happen at virtual second {broker.now_s:.1f}")
         broker.now_s = max(broker.now_s, next_s)
-
-
-class _Agenda:
-    """Due times of a simulation's endpoints."""
-
-    def __init__(self, now_s: float) -> None:
-        self._seats: list[tuple[MemoryLink, Endpoint]] = []
-        self._due_s: list[float] = []  # by place
-        self._places: dict[MemoryLink, int] = {}
-        self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
-
-    def seat(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
-        """Take these endpoints in place of the earlier ones; new ones are due now."""
-        known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
-        self._seats = list(seats)
-        self._places = {link: place for place, (link, _) in enumerate(self._seats)}
-        self._due_s = [now_s if link.inbox else known.get(id(endpoint), now_s) for link, endpoint in self._seats]
-        self._heap = [(due_s, place) for place, due_s in enumerate(self._due_s) if due_s < math.inf]
-        heapq.heapify(self._heap)
-
-    def ready(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
-        """Places of the endpoints that have received messages or are due, ascending."""
-        found = {self._places[link] for link in reached if link in self._places}
-        while self._heap and self._heap[0][0] <= now_s:
-            due_s, place = heapq.heappop(self._heap)
-            if due_s == self._due_s[place]:
-                found.add(place)
-        return sorted(found)
-
-    def step(self, place: int, now_s: float) -> None:
-        """Step the endpoint of a place, unless it has finished."""
-        link, endpoint = self._seats[place]
-        due_s = math.inf if endpoint.finished else endpoint.step(now_s)
-        if endpoint.finished:
-            due_s = math.inf
-        elif link.inbox:
-            due_s = now_s  # it has left something for the next time
-        if due_s != self._due_s[place] or due_s <= now_s:
-            self._due_s[place] = due_s
-            if due_s < math.inf:
-                heapq.heappush(self._heap, (due_s, place))
-
-    def next_s(self) -> float:
-        """Due time of the next endpoint."""
-        while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else math.inf

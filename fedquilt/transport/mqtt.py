@@ -335,6 +335,8 @@ class MqttLink:
     def _ended(self) -> None:
         """Find out why paho has closed the socket, and whether the other level of MQTT may do better."""
         code = self._farewell.value if self._farewell is not None else mqtt_errors.UNSPECIFIED
+        if self.connected and self._client is not None and self._client.unread:
+            return self._lose(mqtt_errors.unread(self.broker))
         if self.connected:
             again = self._retry.short >= 2
             return self._lose(mqtt_errors.lost(self.broker, self.client_id, code, str(self._farewell), again))

@@ -34,6 +34,9 @@ UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limi
 FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 AT_ONCE: Final = 64 * KIB  # bytes of a read or a write of the socket
+UNREAD: Final = (
+    1.5  # times the keep-alive, after which a broker that takes no byte is lost, as it would lose us by MQTT
+)
 
 
 def payload_limit(level: int, announced: int | None, override: int | None) -> int:
@@ -83,6 +86,8 @@ class Client(paho.Client):
         self._heard, self._settled = heard, settled
         self._input, self._output = bytearray(), bytearray()
         self._queued = self._written = 0  # bytes so far, of all packets
+        self._blocked_s: float | None = None  # time of the first write without effect since the last byte went
+        self.unread = False  # whether the connection has ended because the broker took no byte
         self._unreliable: deque[tuple[int, int]] = deque()  # (`_queued` at its end, id) of QoS-0 messages not written
         super().__init__(
             CallbackAPIVersion.VERSION2,
@@ -138,17 +143,26 @@ class Client(paho.Client):
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
-        """Write as much as the network takes."""
+        """Write as much as the network takes; end a connection that takes nothing for UNREAD times the keep-alive.
+
+        Paho's keep-alive does not see a broker that sends and no longer reads.
+        """
         while self._output and self._sock is not None:
             try:
                 size = self._sock.send(self._output[:AT_ONCE])
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                now_s = time.monotonic()
+                self._blocked_s = now_s if self._blocked_s is None else self._blocked_s
+                self.unread = now_s - self._blocked_s > UNREAD * self.keepalive
+                if self.unread:
+                    return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_KEEPALIVE)
                 break
             except OSError as error:
                 self._easy_log(paho.MQTT_LOG_ERR, "failed to send on socket: %s", error)
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
             del self._output[:size]
             self._written += size
+            self._blocked_s = None
             self._last_msg_out = time.monotonic()
         while self._unreliable and self._unreliable[0][0] <= self._written:
             self._settled(self._unreliable.popleft()[1], 0)

@@ -137,6 +137,11 @@ def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) ->
     return DialError(f"{broker} closed the connection{said}: check that it still runs")
 
 
+def unread(broker: Broker) -> DialError:
+    """Error for a connection that ended because the broker read nothing for too long."""
+    return DialError(f"{broker} reads nothing any more: check the network, and the broker's load")
+
+
 def not_taken(broker: Broker, topic: str, code: int, reason: str) -> str:
     """Sentence on a message that the broker answered with a failure."""
     mine = "its certificate or user may have no right there: see the broker's ACL"

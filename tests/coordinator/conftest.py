@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from by_hand import Stage
+from homes import Federation
+from rolled import Ground
 from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs
 
+from fedquilt.coordinator.facts import Answered
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
 
@@ -48,3 +51,17 @@ def opened(tmp_path: Path) -> Iterator[Callable[[], Store]]:
     """Opens stores on one folder, as so many processes would; all are closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(Store(tmp_path))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home in the middle of a round's answers."""
+    federation = Federation(tmp_path / "run", "fedavg").make()
+    federation.run(lambda fact: isinstance(fact, Answered) and fact.round == 1)
+    return federation.folder / "coordinator"
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Ground:
+    """A home without boards."""
+    return Ground(tmp_path)

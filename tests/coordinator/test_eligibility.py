@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, key, reasons, told
-from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, Registry
+from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, KINDS_MOST, Registry
 from fedquilt.coordinator.settings import Cohort
+from fedquilt.core import OperatingPoint
 from fedquilt.wire import Presence, Telemetry
 
 PROFILE = plain.profile(engines=("torch",))
@@ -154,3 +155,23 @@ def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
     assert code is not None
     assert key(code) == "plugin"
     assert said in told(code)
+
+
+def test_boards_of_a_kind_share_their_operating_points() -> None:
+    """200 points are 80 kB in memory, and a fleet has thousands of boards; kinds of long ago are forgotten."""
+    registry = Registry()
+
+    def said(device: str, hertz: float) -> object:
+        points = (OperatingPoint(name="MAXN", cpu_hz=hertz),)
+        registry.profile(device, msgspec.structs.replace(PROFILE, device=device, points=points))
+        known = registry.profile_of(device)
+        assert known is not None
+        assert known.points == points
+        return known.points
+
+    assert said("a", 1e9) is said("b", 1e9)
+    assert said("c", 2e9) is not said("a", 1e9)
+    first = said("a", 1e9)
+    for number in range(KINDS_MOST):
+        said("d", 3e9 + number)
+    assert said("e", 1e9) is not first

@@ -30,23 +30,25 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     made.close()
 
 
+def move(pair: Pair, way: str, size: int) -> None:
+    """Fetch a blob of so many bytes ("dn"), or put it ("up"), and find it whole on the other side."""
+    board = pair.boards["a"]
+    source, target = (pair.coordinator, board) if way == "dn" else (board, pair.coordinator)
+    ref = source.depot.put(noise(size))
+    target.transfers.want("a", ref)
+    pair.play(lambda: bool(target.errors))
+    assert target.errors == {("a", ref.sha256): None}
+    assert target.depot.load(ref.sha256) == noise(size)
+
+
 def test_a_board_fetches_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
-    ref, board = pair.coordinator.depot.put(noise(3 * MB)), pair.boards["a"]
-    board.transfers.want("a", ref)
-    pair.play(lambda: bool(board.errors))
-    assert board.errors == {("a", ref.sha256): None}
-    assert board.depot.load(ref.sha256) == noise(3 * MB)
+    move(pair, "dn", 3 * MB)
     assert pair.broker.chunks == 0
-    assert board.transfers.traffic_bytes("a", "dn") == 3 * MB
+    assert pair.boards["a"].transfers.traffic_bytes("a", "dn") == 3 * MB
 
 
 def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
-    board = pair.boards["a"]
-    ref = board.depot.put(noise(3 * MB))
-    pair.coordinator.transfers.want("a", ref)
-    pair.play(lambda: bool(pair.coordinator.errors))
-    assert pair.coordinator.errors == {("a", ref.sha256): None}
-    assert pair.coordinator.depot.load(ref.sha256) == noise(3 * MB)
+    move(pair, "up", 3 * MB)
     assert pair.broker.chunks == 0
     assert pair.coordinator.transfers.traffic_bytes("a", "up") == 3 * MB
 
@@ -93,11 +95,7 @@ def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(
 ) -> None:
     relay = relayed(pair, monkeypatch)
     cut_once(relay, chunk * CHUNK + CHUNK // 2)
-    ref, board = pair.coordinator.depot.put(noise(12 * CHUNK)), pair.boards["a"]
-    board.transfers.want("a", ref)
-    pair.play(lambda: bool(board.errors))
-    assert board.errors == {("a", ref.sha256): None}
-    assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
+    move(pair, "dn", 12 * CHUNK)
     assert relay.connections == 1
     assert pair.broker.chunks == 12 - chunk
 
@@ -108,12 +106,7 @@ def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
 ) -> None:
     relay = relayed(pair, monkeypatch)
     cut_once(relay, chunk * CHUNK + CHUNK // 2)
-    board = pair.boards["a"]
-    ref = board.depot.put(noise(12 * CHUNK))
-    pair.coordinator.transfers.want("a", ref)
-    pair.play(lambda: bool(pair.coordinator.errors))
-    assert pair.coordinator.errors == {("a", ref.sha256): None}
-    assert pair.coordinator.depot.load(ref.sha256) == noise(12 * CHUNK)
+    move(pair, "up", 12 * CHUNK)
     assert relay.connections == 1
     assert 12 - chunk <= pair.broker.chunks <= 12  # what lay unread at the server is lost with the connection
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
-from fedquilt.coordinator import requests
 from fedquilt.coordinator.rolling import SETTLE_S
-from fedquilt.coordinator.rollouts import Begun, Done, Heard, Offered, Passed
+from fedquilt.coordinator.rollouts import Begun, Done, Offered, Passed
 from fedquilt.coordinator.views import rollouts as view
-from fedquilt.core import JobError
 from fedquilt.core.messages import UPGRADES
-
-
-@pytest.fixture
-def ground(tmp_path: Path) -> Ground:
-    """A home without boards."""
-    return Ground(tmp_path)
 
 
 def told(ground: Ground, *kinds: type) -> list[Any]:
@@ -266,145 +256,3 @@ def test_a_board_that_has_refused_a_later_rollout_is_not_offered_an_earlier_one(
     canary.come()
     ground.play()
     assert canary.name not in ground.state(first).offered
-
-
-# -- people ---------------------------------------------------------------------------------------
-def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
-    """Boards that run the model return to what they ran before, also one that was away when the rollout was ended."""
-    boards = ground.fleet(10, lambda device, release: "soaking")
-    id = ground.deploy(canary=0.3, phases=(1.0,))
-    ground.play()
-    assert len(ground.having()) == 3
-    away = next(board for board in boards if board.runs)
-    away.go()
-    said = requests.abort(ground.store, id)
-    assert said == f"{id} of digits is ended as soon as a coordinator serves {ground.home}: boards that have it return"
-    ground.play()
-    assert ground.having() == [away.name]
-    away.come()
-    ground.play()
-    assert ground.having() == []
-    assert ground.state(id).status == "aborted"
-    assert ground.store.rollouts.find(id).wish == ""
-    with pytest.raises(JobError, match=f"{id} is aborted"):
-        requests.abort(ground.store, id)
-
-
-def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
-    """Boards return to the model before; a board that comes later gets that one, which is in force again."""
-    ground.fleet(6)
-    first = ground.deploy(MODEL, name="first")
-    ground.play(30.0)
-    second = ground.deploy(OTHER, name="second")
-    ground.play(30.0)
-    assert len(ground.having(OTHER)) == 6
-    with pytest.raises(JobError, match=f"boards have {second} of second since, .*deploy anew .* before {first}"):
-        requests.roll_back(ground.store, "first")
-    requests.roll_back(ground.store)
-    ground.play()
-    assert ground.state(second).status == "rolled back"
-    assert len(ground.having(MODEL)) == 6
-    ground.fleet(1)
-    ground.play()
-    assert len(ground.having(MODEL)) == 7  # it gets the one before, which is in force again
-    assert ground.state(first).phase("b-006") == "committed"
-
-
-@pytest.mark.parametrize("ended", ["aborted", "rolled back"])
-def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
-    """A board keeps one former model: once a later rollout was undone, none from before the earlier one is left."""
-    ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
-    first = ground.deploy(MODEL, name="first")
-    ground.play(30.0)
-    second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
-    ground.play(30.0)
-    if ended == "rolled back":
-        requests.roll_back(ground.store, second)
-        ground.play()
-    assert ground.state(second).status == ended
-    with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*deploy anew .* before {first}"):
-        requests.roll_back(ground.store, first)
-    ground.play()
-    assert ground.state(first).status == "done"
-    assert len(ground.having(MODEL)) == 4
-
-
-def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
-    """Whoever deploys a second model is told which rollout is under way, and how to end it."""
-    id = ground.deploy()
-    with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt deploy --abort {id} --home"):
-        ground.deploy(OTHER)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"phases": (0.03, 1.0)}, "the phases 5 %, 3 %, 100 % do not grow"),
-        ({"phases": ()}, "at least one phase"),
-        ({"canary": 0.0}, "a canary above 0 %"),
-        ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
-        ({"window": "02:00-02:00"}, "begins when it ends"),
-        ({"select": ("Site Lab",)}, "selects no boards"),
-        ({"limits": wire.Limits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
-        ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
-    ],
-)
-def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
-    """A plan that is refused is not queued."""
-    with pytest.raises(JobError, match=said):
-        ground.deploy(**changes)
-    assert ground.store.rollouts.all() == []
-
-
-# -- odd boards -----------------------------------------------------------------------------------
-def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
-    """A coordinator whose home was put back, or a second one, sends releases that are older than what the board has."""
-    (board,) = ground.fleet(1)
-    board.serial = 1 << 40
-    board.take = lambda release: (
-        release
-        and board.say(  # type: ignore[assignment, method-assign]
-            "installed", wire.Installed(rollout="other", kind="model", serial=1 << 40, phase="committed")
-        )
-    )
-    id = ground.deploy()
-    ground.play()
-    assert ground.state(id).status == "aborted"
-    assert f"it has release {1 << 40} of other" in ground.state(id).reason
-
-
-def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
-    """After a hundred facts of one board the log notes no more of that board."""
-    (board,) = ground.fleet(1, lambda device, release: "soaking")
-    id = ground.deploy()
-    ground.play()
-    release = next(filter(None, board.releases))
-    for number in range(300):
-        board.tell(release, "waiting", f"reason {number}")
-        ground.play(0.2)
-    assert len([fact for _, _, fact in ground.store.rollouts.facts(id) if isinstance(fact, Heard)]) == 100
-
-
-def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
-    """A board outside the canary can neither report on a release nor fetch its blob."""
-    boards = ground.fleet(10)
-    id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
-    for board in boards:
-        board.judge = lambda device, release: "soaking"
-    ground.play()
-    (canary,) = ground.state(id).offered
-    release = next(board for board in boards if board.name == canary).releases[0]
-    other = next(board for board in boards if board.name != canary)
-    assert release is not None
-    assert release.blob is not None
-    other.tell(release, "refused")
-    other.transfers.want(other.name, release.blob)
-    for _ in range(50):
-        ground.broker.now_s += 0.1
-        ground.broker.deliver()
-        ground.server.step(ground.broker.now_s)
-        for message in other.link.receive():
-            other.transfers.handle(wire.route(message.topic), message.payload, ground.broker.now_s)
-        other.transfers.step(ground.broker.now_s)
-    assert not other.depot.has(release.blob)
-    assert list(ground.state(id).heard) == [canary]

@@ -15,6 +15,7 @@ from fedquilt.core import MemoryBudgetError, ModelError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
+from fedquilt.edge_agent.engines import onnx_engine  # noqa: E402
 from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
 from fedquilt.footprint import SESSION_BYTES  # noqa: E402
 
@@ -217,3 +218,21 @@ def test_with_plenty_of_room_freed_memory_is_kept_until_the_room_is_needed(budge
     kept, after = (float(word) for word in done.stdout.split())
     assert kept > 0.9 if stays else kept < 0.1
     assert after < 0.1
+
+
+def test_graphs_run_on_a_gpu_within_the_engines_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime is asked for CUDA first, with each session's arena within the room. It has none: the CPU answers."""
+    weights, asked = np.arange(12, dtype=np.float32).reshape(3, 4), []
+    graph, make = product(tmp_path, weights), onnx_engine.onnx_session.session
+
+    def session(path: Path, options: object, providers: object) -> object:
+        asked.append(providers)
+        return make(path, options)
+
+    monkeypatch.setattr(onnx_engine.ort, "get_available_providers", lambda: [onnx_engine.CUDA, "CPUExecutionProvider"])
+    monkeypatch.setattr(onnx_engine.onnx_session, "session", session)
+    made = OnnxEngine(500 * MB, base_bytes=100 * MB)
+    np.testing.assert_array_equal(made.run(graph, np.eye(3, dtype=np.float32)), weights)
+    assert made.note == "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor"
+    ((name, limits), last) = asked[0]
+    assert (name, limits["gpu_mem_limit"], last) == (onnx_engine.CUDA, str(400 * MB), "CPUExecutionProvider")

@@ -16,6 +16,8 @@ from fedquilt.edge_agent.events import (
     Connected,
     Done,
     Drop,
+    Fetched,
+    Offer,
     Say,
     Send,
     State,
@@ -152,3 +154,37 @@ def test_a_clear_leaves_the_outbox_alone() -> None:
     state, actions = advance(done(), Cleared(), 1.0)
     assert actions == ()
     assert len(state.outbox) == 1
+
+
+# -- time for its way -----------------------------------------------------------------------------
+
+
+def at_work(state: State, *, now_s: float, round: int = 0, fetched_s: float = 0.0, deadline_s: float = 60.0) -> State:
+    """A task that arrived `fetched_s` ago, whose one blob has come now."""
+    state, _ = advance(state, Arrived(task(round, deadline_s=deadline_s), frozenset({A})), now_s - fetched_s)
+    return advance(state, Fetched(A.sha256), now_s)[0]
+
+
+def test_before_the_first_update_its_way_is_left_as_long_as_the_model_took_to_come() -> None:
+    """8 s of 60; of 20, whose rest is 12, no more than half of those: something has to be left for the work."""
+    assert plan.way_s(at_work(State(MEANS), now_s=8.0, fetched_s=8.0), 8.0) == 8.0
+    assert plan.way_s(at_work(State(MEANS), now_s=8.0, fetched_s=8.0, deadline_s=20.0), 8.0) == 6.0
+
+
+def test_later_the_middle_of_the_last_three_ways_is_left() -> None:
+    """3, 40, 5 and 4 s: the first is forgotten, and the one that met an outage does not count."""
+    state, now_s = State(MEANS), 0.0
+    for round, way_s in enumerate((3.0, 40.0, 5.0, 4.0)):
+        state = at_work(state, now_s=now_s, round=round)
+        state, _ = advance(state, Done(update(round), False), now_s)
+        now_s += way_s
+        state, _ = advance(state, Acked(("j-1", round), True), now_s)
+    assert plan.way_s(at_work(state, now_s=now_s + 9.0, round=4, fetched_s=9.0), now_s + 9.0) == 5.0
+
+
+def test_a_refused_update_and_one_from_before_a_restart_tell_nothing_of_the_way() -> None:
+    """The one was perhaps never sent, of the other nobody knows when it was."""
+    refused, _ = advance(done(), Acked(("j-1", 0), False), 30.0)
+    older = State(MEANS, outbox={("j-1", 0): Offer(update(), True, 0.0)})
+    recovered, _ = advance(older, Acked(("j-1", 0), True), 30.0)
+    assert refused.sent == recovered.sent == {}

@@ -41,15 +41,46 @@ def job(folder: Path) -> fleet.Plan:
     return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
+def agents(folder: Path, plan: fleet.Plan, url: str) -> dict[str, tuple[str, ...]]:
+    """Words of each board's command, by its name."""
+    found = {}
+    for table in plan.agents():
+        name = table["device"]
+        (folder / f"{name}.toml").write_text(config.text({**table, "home": str(folder / name), "broker": {"url": url}}))
+        found[name] = ("agent", str(folder / f"{name}.toml"))
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_run_without_a_server_moves_its_blobs_by_http_too(
+    tmp_path: Path, processes: Processes, mosquitto: Callable[..., Any]
+) -> None:
+    """`run` is the coordinator here, with the options of `serve`; a second coordinator of the home is told of them."""
+    broker, log, home, port = mosquitto(), tmp_path / "log", tmp_path / "runs", free_port()
+    plan, relay = job(tmp_path), Relay(port)
+    for name, command in agents(tmp_path, plan, broker.url).items():
+        processes.start(name, log, *command)
+    words = ("--home", str(home), "--broker", broker.url, "--blobs-http", f"127.0.0.1:{port}")
+    words += ("--blobs-url", f"http://127.0.0.1:{relay.port}")
+    processes.start("run", log, "run", str(tmp_path / "job.toml"), *words)
+    until(lambda: isinstance((facts(home) or [None])[-1], Ended), "the end of the job", told=log.read_text)
+    assert facts(home)[-1].status == "done"
+    assert f"blobs at http://127.0.0.1:{relay.port}" in log.read_text()
+    assert relay.connections >= 2 * 2 * ROUNDS  # a model and an update of each board and round
+    relay.close()
+
+
 @pytest.mark.parametrize("killed", ["coordinator", "broker", "agent"])
 def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
     tmp_path: Path, processes: Processes, mosquitto: Callable[..., Any], killed: str
 ) -> None:
     broker, log, home = mosquitto(), tmp_path / "log", tmp_path / "runs"
-    plan = job(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    plan, port = job(tmp_path), free_port()
     commands = {
         "coordinator": (
             *("serve", "--home", str(home), "--broker", broker.url),
@@ -67,12 +98,7 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
 
     relay = Relay(port, most=most)
     commands["coordinator"] += ("--blobs-url", f"http://127.0.0.1:{relay.port}")
-    for table in plan.agents():
-        name = table["device"]
-        (tmp_path / f"{name}.toml").write_text(
-            config.text({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}})
-        )
-        commands[name] = ("agent", str(tmp_path / f"{name}.toml"))
+    commands |= agents(tmp_path, plan, broker.url)
     agent = next(name for name in commands if name != "coordinator")
     for name, command in commands.items():
         processes.start(name, log, *command)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plain
 import pytest
 
 from fedquilt import graph_check, onnx_fill, personal, tensors
@@ -85,11 +86,11 @@ def test_what_does_not_fit_is_refused_by_name(payload: bytes, given: Any, said: 
 
 def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
     """Without its tensors being read; another file says nothing."""
-    about = personal.About(job="digits-1", method="fedrep", params={"lr": 0.1}, seed=7)
+    task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
     bundles = {"model": {"a.weight": np.ones((2, 2), np.float32)}, "own": {"b/c": np.array(3.0, np.float32)}}
     path = tmp_path / "shared"
-    path.write_bytes(personal.encode(about, b"graph", bundles))
-    assert personal.about(path) == about
+    path.write_bytes(personal.encode(task, b"graph", bundles))
+    assert personal.task(path) == task
     found = personal.read(path)
     assert found.graph.tobytes() == b"graph"
     assert {name: tensors.encode(each) for name, each in found.bundles.items()} == {
@@ -97,7 +98,16 @@ def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
     }
     for other in (graph(lacking()), b"", b"short", tensors.encode(bundles["model"]), b"\xff" * 64):
         path.write_bytes(other)
-        assert personal.about(path) is None
+        assert personal.task(path) is None
+
+
+@pytest.mark.parametrize("written", ["{}", '{"job": "digits-1", "method": "fedrep", "params": {}}', "\u00e9"])
+def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path: Path, written: str) -> None:
+    """A result that an earlier version has deployed is none for a file that boards could run as it is."""
+    path = tmp_path / "shared"
+    path.write_bytes(tensors.encode({"graph": np.zeros(2, np.uint8)}, {"personal": written}))
+    with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; deploy it anew"):
+        personal.task(path)
 
 
 @pytest.mark.parametrize("payload", [b"no safetensors", tensors.encode({"model/a": np.ones(2, np.float32)})])

@@ -8,53 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedavg_runs import numpy_one, play, same_bits, torch_one
 
 from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
+from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, UpdateError
+from fedquilt.methods import fedavg, fednova, fedopt, scaffold
 from fedquilt.testing.toys import MLP, files, learners, to_train
-from fedquilt.testing.toys import play as run
 from fedquilt.tools.simulation import Member
-
-SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
-
-
-def numpy_one() -> NumpyEngine:
-    return NumpyEngine(1 << 40, base_bytes=0)
-
-
-def torch_one() -> Any:
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
-    return module.TorchEngine(1 << 40, base_bytes=0)
-
-
-def play(
-    name: str,
-    engine: Any = None,
-    bundle: Bundle | None = None,
-    devices: list[Member] | None = None,
-    rounds: int = 3,
-    method: Method | None = None,
-    cohort: int = 0,
-    **params: Any,
-) -> list[Any]:
-    """The states of a run on toy devices; `method`: a double of the method of that name."""
-    return run(
-        name,
-        bundle or to_train(),
-        devices or learners(),
-        {**SMALL, **params},
-        engine=engine or numpy_one(),
-        method=method,
-        rounds=rounds,
-        cohort={"size": cohort},
-    )
-
-
-def same_bits(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
-    return tensors.encode(a) == tensors.encode(b)
 
 
 class Quadratics:
@@ -301,117 +262,6 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
         assert after["bn.running_mean"] == pytest.approx([2.0])
         assert int(after["bn.num_batches_tracked"]) == 2
         assert after["bn.weight"] != pytest.approx([3.0])
-
-
-# -- FedBN and MOON -------------------------------------------------------------------------------
-
-BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
-
-
-def pictures(count: int = 2) -> list[Member]:
-    """Each device's pictures have a brightness of their own."""
-    found = []
-    for i in range(count):
-        draws = np.random.default_rng(i)
-        x = (draws.integers(0, 50, (12, 8, 8)) + 100 * i).astype(np.uint8)
-        y = np.arange(12) % 3
-        found.append(Member(f"dev-{i}", Examples(x, y), Examples(x[:6], y[:6])))
-    return found
-
-
-def bn_start() -> dict[str, np.ndarray]:
-    torch = pytest.importorskip("torch")
-    from fedquilt.models.networks import registry
-
-    torch.manual_seed(0)
-    return {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
-
-
-def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
-    """Every tensor of a BatchNorm2d and no other, though names here are `1`, `shortcut.1`, `bn1`."""
-    torch = pytest.importorskip("torch")
-    from fedquilt.models.networks import registry
-
-    model = registry.build(BN)
-    wanted = {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(module, torch.nn.BatchNorm2d)
-        for name in module.state_dict()
-    }
-    assert fedbn.private(bn_start()) == wanted
-    assert any("bn" not in name for name in wanted)
-
-
-def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
-    """Two devices of other brightness keep other statistics; a check runs with them; the server never sees any."""
-    kept: dict[str, Mapping[str, np.ndarray]] = {}
-    checked: list[float] = []
-
-    def work(task: Any, site: Any) -> Answer:
-        answer = fedbn.work(task, site)
-        assert answer.bundles["model"].keys().isdisjoint(answer.local)
-        with_own = fedbn.check(task, replace(site, local=answer.local))
-        with_first = fedbn.check(task, replace(site, local={}))
-        checked.append(abs(with_own["loss"] - with_first["loss"]))
-        kept[site.device] = answer.local
-        return answer
-
-    double = replace(fedbn.METHOD, work=work)
-    run = play("fedbn", torch_one(), to_train(BN, bn_start()), pictures(), rounds=2, method=double)
-    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private(bn_start())
-    means = [kept[device]["0.1.running_mean"] for device in ("dev-0", "dev-1")]
-    assert np.abs(means[0] - means[1]).max() > 1e-3
-    assert min(checked) > 0
-    assert run[-1].model.keys() == bn_start().keys() - kept["dev-0"].keys()
-    assert same_bits(run[-1].norm, run[0].norm)
-    found = fedbn.result(run[-1])
-    assert found.tensors.keys() == bn_start().keys()
-    assert found.meta["private"] == sorted(kept["dev-0"])
-
-
-def test_moons_contrast_is_what_it_is_on_paper() -> None:
-    """z = (1, 0) as the received model's, the previous one's is (0, 1): s = 1 and 0, and T = 1/2.
-
-    l_con = -log(e^2 / (e^2 + e^0)) = log(1 + e^-2), times mu = 3; the other way round log(1 + e^2).
-    """
-    torch_one()
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
-    same, swapped = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    contrast, x = moon.Contrast(3.0, 0.5), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
-    contrast.prepare(module)
-    with torch.no_grad():
-        module[0].weight.copy_(same)
-    anchors = [{**module.state_dict(), "0.weight": weight} for weight in (same, swapped)]
-    for (start, previous), wanted in (((0, 1), -2.0), ((1, 0), 2.0)):
-        scores = module(x)
-        at = {"start": anchors[start], "previous": anchors[previous]}
-        found = contrast.penalty(module, x, scores, at)
-        assert float(found.detach()) == pytest.approx(3 * np.log1p(np.exp(wanted)), rel=1e-6)
-    assert module.training
-
-
-def test_moons_other_models_only_look() -> None:
-    """In evaluation mode: no statistics move, the received and the previous model's included; modes are put back."""
-    torch_one()
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
-    module[0].eval()
-    contrast, x = moon.Contrast(1.0, 0.5), torch.randn(4, 2)
-    contrast.prepare(module)
-    anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
-    contrast.penalty(module, x, module(x), anchors)
-    assert [int(held["1.num_batches_tracked"]) for held in anchors.values()] == [0, 0]
-    assert int(module[1].num_batches_tracked) == 1
-    assert [each.training for each in module] == [False, True, True]
-
-
-def test_moon_says_so_where_there_is_no_linear_layer() -> None:
-    """SqueezeNet ends in a convolution."""
-    torch = pytest.importorskip("torch")
-    with pytest.raises(ModelError, match="last linear layer, and this network has none"):
-        moon.Contrast(1.0, 0.5).prepare(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))
 
 
 # -- refusals -------------------------------------------------------------------------------------

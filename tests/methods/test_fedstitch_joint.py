@@ -8,44 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from joint_runs import FULL, narrow, played
 
-from fedquilt import tensors
-from fedquilt.coordinator import tasks
-from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError
+from fedquilt.core import Contribution, DeviceView, Examples
 from fedquilt.data import images
-from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import candidates, class_moments, joint_head, judging, stitched, taps
-from fedquilt.models.stitching.search_state import Candidate, Finalist
-from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members, play
+from fedquilt.methods.fedstitch import METHOD, State
+from fedquilt.models.stitching import candidates, class_moments, joint_head, judging, stitched
+from fedquilt.models.stitching.search_state import Candidate
+from fedquilt.testing.toys import build, members
 from fedquilt.tools.simulation import Member
 
 LABELS = 3
-
-
-def played(
-    devices: list[Member] | None = None,
-    *,
-    cohort: int = 0,
-    runner: FakeRunner | None = None,
-    method: Any = METHOD,
-    rounds: int = 1000,
-    **changes: Any,
-) -> list[State]:
-    bundle, own = build()
-    return play(
-        "fedstitch",
-        bundle,
-        members(8) if devices is None else devices,
-        {**SMALL, **changes},
-        engine=runner or own,
-        method=method,
-        seed=3,
-        rounds=rounds,
-        cohort={"size": cohort},
-    )
-
-
-FULL = played()
 
 
 def ends(state: State, paths: Any, shares: list[Examples]) -> np.ndarray:
@@ -254,11 +227,6 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
 SIGNS = np.arange(200) % LABELS
 
 
-def narrow(state: State, name: str, channels: int) -> stitched.Block:
-    """A block with other channels."""
-    return replace(state.stock.blocks[name], out_shape=(channels, 4, 4))
-
-
 def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
     """join = false: what joining adds can be told from two runs."""
     last = played(join=False)[-1]
@@ -279,153 +247,3 @@ def test_a_job_that_is_cut_short_hands_out_what_it_can() -> None:
     assert METHOD.result(validating).meta["head"]
     bare = METHOD.result(played(cohort=3, expansions=0)[0])
     assert bare.meta["head"] is None  # nothing is gathered: a donor as it is
-
-
-# -- taps -----------------------------------------------------------------------------------------
-
-
-def test_taps_step_down_shallow_first_and_say_so() -> None:
-    """Each donor's last one stays, whatever the limit."""
-    stock = FULL[0].stock
-    made = tuple(
-        Finalist((*path, "elm.2"), 1.0) for path in (("ash.0", "elm.1"), ("fir.0", "ash.1"), ("elm.0", "fir.1"))
-    )
-    state = replace(FULL[0], finalists=made)
-
-    def kept(features: int) -> tuple[list[tuple[str, ...]], list[str]]:
-        taps, notes = candidates.chosen_taps(replace(state, params=replace(state.params, features=features)))
-        return list(taps), notes
-
-    every, notes = kept(1000)
-    assert len(every) == 10
-    assert notes == []
-    fewer, [note] = kept(40)  # of 57: an early one, the third stitched one, then one half-way through its donor
-    assert set(every) - set(fewer) == {("ash.0",), ("elm.0", "fir.1"), ("elm.0",)}
-    assert note == (
-        "not gathered, as all taps together would have more than 40 features: ash.0, (elm.0 > fir.1), elm.0"
-    )
-    least, _ = kept(1)
-    assert least == [path for path in every if candidates.is_native(stock, path) and candidates.depth(stock, path) == 1]
-
-
-def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
-    """Three donors of three, two and two taps, and no block twice for one wave of images."""
-    _, runner = build()
-    played(members(1), runner=runner, expansions=0, rounds=1)
-    assert {name: runs for name, runs in runner.runs.items() if runs} == {
-        f"{donor}.{i}.onnx": 1 for donor, depth in (("ash", 3), ("elm", 2), ("fir", 2)) for i in range(depth)
-    }
-
-
-def gathering(**changes: Any) -> tuple[State, Any, Any]:
-    """A state that gathers, and one device's task and site."""
-    bundle, runner = build()
-    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0, **changes}), 3)
-    return (state, *given(METHOD, METHOD.send(state, DeviceView("dev-0", None)), members(1)[0], runner, seed=3))
-
-
-def test_a_board_with_little_memory_gives_fewer_images() -> None:
-    """A device computes moments of as many images as fit into memory, 32 at least, and the log counts such devices."""
-    state, task, site = gathering()
-    whole = METHOD.work(task, site)
-    assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
-    site.engine.room_bytes = taps.ROOM * class_moments.factor_bytes(40, sum(candidates.layout(state).widths))
-    tight = METHOD.work(task, site)
-    assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
-    site.engine.room_bytes = 1
-    assert METHOD.work(task, site).weight == taps.LEAST_ROWS
-    total = METHOD.fold(state, None, Contribution("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
-    after = METHOD.step(state, total)
-    assert "1 of 1 devices: memory for some of the wanted images only" in after.log
-
-
-def test_the_orders_memory_counts_the_moments() -> None:
-    """Matrices of many features are larger than the toy donors' maps."""
-    _, task, _ = gathering()
-    width = 38
-    assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
-    bundle, _ = build()
-    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0}), 3)
-    wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
-    state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
-    assert order.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, 1 << 20)
-
-
-def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
-    """For a head that takes 30 no more than 30, with 20 those 20; for the counts the held-out ones."""
-    _, task, _ = gathering(head_samples=30)
-    each = task.work.on(1).flops
-    assert each > 0
-    assert [task.work.on(own).flops for own in (20, 30, 45, 1000)] == [20 * each, 30 * each, 30 * each, 30 * each]
-    state = next(state for state in FULL if state.phase == "validate")
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
-    asked = tasks.work_of(order, ("work",), "onnx", held=0.2)
-    networks = {ids for candidate in state.candidates for ids in stitched.prefixes(candidate.paths)}
-    assert asked.on(40).flops == pytest.approx(10 * sum(state.stock.blocks[ids[-1]].flops for ids in networks))
-
-
-def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:
-    """Its trapezoid is smaller than half of the matrix: 20 images of 38 features are 20 rows."""
-    _, task, site = gathering(head_samples=20)
-    sent = METHOD.work(task, site).bundles["moments"]
-    assert sent["rows"][0] == 20
-    assert sent["factor"].shape == (20 * 38 - 190,)
-    assert sent["factor"].dtype == np.float32
-
-
-def test_a_task_brings_the_blocks_of_the_taps_and_no_others() -> None:
-    """Classifiers stay on the coordinator."""
-    state, _, _ = gathering()
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
-    sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
-    assert sent == {f"{path[-1]}.onnx" for path in state.taps}
-
-
-def test_moments_of_other_taps_are_refused() -> None:
-    """A device that was asked for fewer taps cannot be counted for more."""
-    state, task, site = gathering()
-    answer = METHOD.work(task, site)
-    narrow = replace(state, taps=state.taps[:-1])
-    with pytest.raises(UpdateError, match="moments"):
-        METHOD.fold(narrow, None, Contribution("dev-0", 0, 45.0, answer.metrics, answer.bundles))
-
-
-def test_a_device_counts_no_more_than_its_update_weighs() -> None:
-    """Only the weight is held against what a board can have worked through; the counts in the moments must equal it."""
-    state, task, site = gathering()
-    answer = METHOD.work(task, site)
-    assert METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)).devices
-    told = dict(answer.bundles["moments"])
-    many = {**told, "counts": 10**4 * told["counts"], "factor": np.float32(100) * told["factor"]}
-    with pytest.raises(UpdateError, match="examples, in an update that weighs"):
-        METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
-
-
-@pytest.mark.parametrize(("own", "held", "counted"), [(20, 8, 8), (8, 20, 8), (20, 0, 0)])
-def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, held: int, counted: int) -> None:
-    """Its update weighs as many as it counted, and the coordinator takes a weight up to the device's own examples."""
-    state = next(state for state in FULL if state.phase == "validate")
-    shares = [Examples(np.full((count, 8, 8), 9, np.uint8), np.zeros(count, np.int64)) for count in (own, held)]
-    order = METHOD.send(state, DeviceView("dev-0", None))
-    answer = METHOD.work(*given(METHOD, order, Member("dev-0", *shares), build()[1], seed=3))
-    assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
-    update = Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
-    assert METHOD.fold(state, None, update).counts["examples"].tolist() == [counted]
-    with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
-        METHOD.fold(state, None, replace(update, weight=counted + 1.0))
-
-
-def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
-    """Only the sum over the round's devices is stored, and it is gone once heads are solved."""
-    run = played(cohort=3)
-    state = next(state for state in run if state.phase == "gather" and state.heard)
-    assert state.gathered is not None
-    width = sum(candidates.layout(state).widths)
-    assert state.gathered.half.shape == (width * (width + 1) // 2,)
-    assert state.gathered.half.dtype == np.float32
-    assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))
-    assert tensors.pack(tensors.unpack(tensors.pack(state), State)) == tensors.pack(state)

@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 
 from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors, units
+from fedquilt.blobs.chunks import reference
 from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
 from fedquilt.models.stitching import names, stitched
 
@@ -119,10 +121,21 @@ def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[
     loadable(b"".join(onnx_fill.filled(graph, zeros)), f"network {network.get('name')!r}")
     order = method.send(state, DeviceView("", None))
     assert order is not None, f"{row.job.method} orders nothing of a new device"
-    about = personal.About(job=row.id, method=row.job.method, params=dict(order.params), seed=row.job.seed)
-    sent = {name: bundle for name, bundle in order.bundles.items() if not isinstance(bundle, BlobRef)}
+    sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
+    task = make_task(
+        order,
+        blob=lambda value: value if isinstance(value, BlobRef) else reference(tensors.encode(value)),
+        actions=("check",),
+        engine=method.engines[0],
+        job=row.id,
+        round=0,
+        attempt=0,
+        method=row.job.method,
+        seed=row.job.seed,
+        deadline_s=0.0,
+    )
     what = f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
-    return personal.encode(about, graph, sent), what
+    return personal.encode(task, graph, sent), what
 
 
 def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:

@@ -40,23 +40,23 @@ from fedquilt.transport.mqtt import MqttLink
 
 AGENTS: Final = (200, 3000)
 ROUNDS: Final = 6
-PROCESSES: Final = 4  # of boards
+PROCESSES: Final = 4  # processes of boards
 NETWORK: Final = {"name": "mlp", "inputs": 16, "hidden": [16], "classes": 10}
-LIMIT_S: Final = 600.0  # for a round
+LIMIT_S: Final = 600.0  # longest that a round may take
 BARE: Final = 2000  # answers of the bare loop
-SPARE_FILES: Final = 200  # that a process opens besides its boards' connections
+SPARE_FILES: Final = 200  # files that a process opens besides its boards' connections
 
 MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
 MOST_OPENING_S: Final = 1.0
-JUDGED: Final = 3000  # boards, up to which a round has a limit
+JUDGED: Final = 3000  # largest fleet whose rounds are judged by a limit
 
 
 class Sample(NamedTuple):
-    """What the processes have taken when a round ended."""
+    """Resources that the processes have used when a round ended."""
 
     round: int
     at_s: float
-    coordinator_s: float  # of processor time, as the next two
+    coordinator_s: float  # processor time, as the next two
     broker_s: float
     boards_s: float
     resident_mb: float
@@ -83,7 +83,7 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
     figures: dict[str, Any] = {}
     for count, each in fleets.items():
         figures[f"processor_time_of_an_answer_of_{count}"] = figure(each["answer_ms"], MOST_MS, "ms")
-        if int(count) <= JUDGED:  # of more boards it is told alone
+        if int(count) <= JUDGED:  # a larger fleet's figure is reported without a limit
             figures[f"round_of_{count}"] = figure(each["round_s"], MOST_ROUND_S, "s")
         figures[f"resident_with_{count}"] = figure(each["resident_mb"], MOST_MB, "MB")
     result = {"bench": "coordinator", "bare_ms": round(bare_ms, 3), "fleets": fleets, "figures": figures}
@@ -98,7 +98,7 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result for people."""
+    """Lines of text that show the result."""
     told = []
     after = result.get("after")
     for name, each in [*result["fleets"].items(), *([(f"after {after['rounds']} rounds", after)] if after else [])]:
@@ -156,7 +156,7 @@ def _fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) 
 
 
 def _summed(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, Any]:
-    """What is told of a fleet; the first round is not counted."""
+    """Figures of a fleet; the first round is not counted."""
     counted = samples[1:]
     answers = count * (counted[-1].round - counted[0].round)
     costs = [
@@ -197,7 +197,7 @@ def _job(count: int, rounds: int) -> Job:
 
 
 def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> None:
-    """Append the facts that so many rounds leave, as a coordinator appends them, and keep the state that they end in.
+    """Append the facts of so many rounds, as a coordinator appends them, and store the state after them.
 
     Every round ends in the same state here.
     """

@@ -16,7 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ NETWORKS: Mapping[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {  # table, 
 BATCHES = (1, 8, 32)
 TIGHT = {"cnn": 8, "plain": 8, "resnet20": 4, "mobilenet_v2": 2}  # trained with a budget for so many examples at once
 STEPS = 3
+COUNT = STEPS * max(BATCHES)  # images of a device
 PLENTY_BYTES = 1 << 40
 LOWEST, HIGHEST, OVER = 0.9, 1.3, 1.05
 SCORE = (sys.executable, "-m", "fedquilt.tools.bench.footprint")
@@ -109,7 +111,7 @@ def measure(
     least: dict[str, dict[str, int]] = {}
     for name in networks:
         with tempfile.TemporaryDirectory() as folder:
-            subject = _subject(name, Path(folder))
+            subject = made(name, Path(folder))
             for batch in batches:
                 rows.append(_row("training", name, batch, subject.training_bytes(batch), _trained(subject, batch)))
                 if batch > 1 and not subject.graph_bytes[1]:
@@ -149,7 +151,8 @@ def _row(work: str, network: str, batch: int, foreseen: int, seen: int) -> dict[
     return row
 
 
-def _subject(name: str, folder: Path) -> Subject:
+def made(name: str, folder: Path) -> Subject:
+    """A network of NETWORKS with COUNT images in the folder."""
     import torch
 
     from fedquilt.models.networks import registry
@@ -160,11 +163,10 @@ def _subject(name: str, folder: Path) -> Subject:
     model = registry.build(table)
     (folder / "model").write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
     draws = np.random.default_rng(0)
-    count = STEPS * max(BATCHES)
     image = {"channels": shape[0], "size": shape[1]} if len(shape) == 3 else {}
     stored = (*shape[1:], shape[0]) if image else shape
-    x = draws.integers(0, 255, (count, *stored), dtype=np.uint8)
-    np.savez(folder / "images.npz", x_train=x, y_train=np.arange(count) % 10)
+    x = draws.integers(0, 255, (COUNT, *stored), dtype=np.uint8)
+    np.savez(folder / "images.npz", x_train=x, y_train=np.arange(COUNT) % 10)
     architecture = str(table["name"]).partition("torchvision/")[2]
     whole = blocks.Block(name, 0, "start", model.eval(), shape, (10,), 0.0)
     parts = blocks.split(model, name, shape, architecture=architecture) if architecture else [whole]
@@ -195,7 +197,7 @@ def _input_shape(graph: bytes) -> tuple[int, ...]:
 
 def _trained(subject: Subject, batch: int) -> int:
     """The peak of a few steps in one mini-batch each, with all the memory they want."""
-    peak, base = _train(subject, batch, PLENTY_BYTES)
+    peak, base = train(subject, batch, PLENTY_BYTES)
     return peak - base
 
 
@@ -203,7 +205,7 @@ def _stepped(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
     """Mini-batches under a budget that was made for fewer examples at once."""
     least = subject.least_bytes(batch) if subject.coupled else subject.training_bytes(at_once)
     budget_bytes = budget.ASSUMED_BASE_BYTES["torch"] + least
-    peak, _ = _train(subject, batch, budget_bytes)
+    peak, _ = train(subject, batch, budget_bytes)
     return {
         "network": subject.name,
         "batch": batch,
@@ -213,22 +215,33 @@ def _stepped(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
     }
 
 
-def _train(subject: Subject, batch: int, budget_bytes: int) -> tuple[int, int]:
+def train(subject: Subject, batch: int, budget_bytes: int) -> tuple[int, int]:
     """Peak and base of some steps in a process of their own, as an agent has them done.
 
     Raises:
         ModelError: they do not fit, or this kernel does not tell peaks.
     """
-    params = {**dataclasses.asdict(Params(batch=batch, lr=1e-4)), "network": dict(subject.table)}
-    data = {"path": str(subject.folder / "images.npz"), "limit": STEPS * batch}
-    order = Order(params, {"model": BlobRef(sha256="0" * 64, size=1)})
-    with tempfile.TemporaryDirectory(dir=subject.folder) as scratch:
-        given = ("fedavg", "torch", budget_bytes, data, lambda name: subject.folder / name, Path(scratch))
-        with TaskProcess(*given) as process:
-            outcome, _ = process.carry_out(order, 0)
+    with task_process(subject, STEPS * batch, budget_bytes) as process:
+        outcome, _ = process.carry_out(training(subject, batch), 0)
     if outcome.peak_bytes is None or outcome.base_bytes is None:
         raise ModelError(f"{subject.name}: this kernel does not tell peaks")
     return outcome.peak_bytes, outcome.base_bytes
+
+
+def training(subject: Subject, batch: int, epochs: int = 1) -> Order:
+    """The order of training a subject in such mini-batches."""
+    params = {**dataclasses.asdict(Params(batch=batch, lr=1e-4, epochs=epochs)), "network": dict(subject.table)}
+    return Order(params, {"model": BlobRef(sha256="0" * 64, size=1)})
+
+
+@contextmanager
+def task_process(subject: Subject, images: int, budget_bytes: int) -> Iterator[TaskProcess]:
+    """An agent's task process for a subject, on so many of its images."""
+    data = {"path": str(subject.folder / "images.npz"), "limit": images}
+    with tempfile.TemporaryDirectory(dir=subject.folder) as scratch:
+        given = ("fedavg", "torch", budget_bytes, data, lambda name: subject.folder / name, Path(scratch))
+        with TaskProcess(*given) as process:
+            yield process
 
 
 def _scored(subject: Subject, batch: int) -> int:

@@ -1,7 +1,7 @@
 """Light boards for `fedquilt bench coordinator`: many in one process, each with a connection to the broker of its own.
 
-A board says what it is, accepts each task, fetches the task's blobs, offers an update of its own and sends what it is
-asked for: every message goes through the codecs that agents use, and nothing is trained. What a board has is in memory.
+A board publishes its profile, accepts each task, fetches the task's blobs, offers an update and sends the chunks that
+are asked for: every message goes through the codecs that agents use, and nothing is trained. Blobs are in memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.download import Pull
 from fedquilt.core import BlobRef, FedquiltError, Profile, Task, Update, Usage, Wired
 from fedquilt.edge_agent.agent import RETELL_MOST_S, RETELL_S
+from fedquilt.profiles import load as load_board
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_client import Client, payload_limit
 
 FLEET: Final = "bench"
 EXAMPLES: Final = 32
-LOOK_S: Final = 1.0  # between looks for what has to be asked for again
-AGAIN_S: Final = 30.0  # after which an update without an answer is offered again
+LOOK_S: Final = 1.0  # pause between looks for requests to repeat
+AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
 CHUNK: Final = chunks.chunk_for(payload_limit(5, None, None))
 PROFILE: Final[dict[str, Any]] = {
     "board": "bench",
@@ -33,6 +34,7 @@ PROFILE: Final[dict[str, Any]] = {
     "budget_bytes": 1 << 30,
     "engines": ("numpy",),
     "versions": {"numpy": "2"},
+    "points": load_board("jetson-orin-nano").operating_points(),  # 40 kB, as boards with a profile announce
 }
 
 
@@ -42,7 +44,7 @@ class Crowd:
     Args:
         url: of the broker.
         first: number of the first board.
-        count: how many there are.
+        count: number of boards.
     """
 
     def __init__(self, url: str, first: int, count: int) -> None:
@@ -53,7 +55,7 @@ class Crowd:
         self._ready = selectors.DefaultSelector()
 
     def connect(self) -> None:
-        """Connect all boards, and wait until the broker has what each of them says of itself."""
+        """Connect all boards, and wait until the broker has each one's presence and profile."""
         for board in self.boards:
             self._ready.register(board.connect(), selectors.EVENT_READ, board)
             self.turn(0.0)
@@ -71,7 +73,7 @@ class Crowd:
                     board.look(now_s)
 
     def turn(self, timeout_s: float) -> None:
-        """Read what has come, and answer it."""
+        """Read messages that have arrived, and answer them."""
         for key, _ in self._ready.select(timeout_s):
             key.data.read()
 
@@ -90,7 +92,7 @@ class Board:
         self._blob, self._manifest, self._offered_s = b"", b"", 0.0
 
     def connect(self) -> socket.socket:
-        """Begin to connect, which `read` goes on with; returns the socket."""
+        """Begin to connect; `read` completes it. Returns the socket."""
         crowd = self.crowd
         gone = wire.encode(wire.Presence(online=False, boot="bench"))
         sock = socket.create_connection((crowd.broker.host, crowd.broker.port))
@@ -101,7 +103,7 @@ class Board:
         return sock
 
     def read(self) -> None:
-        """Read what has come, and write what follows from it.
+        """Read what has arrived, and write the answers.
 
         Raises:
             ConnectionError: the broker has hung up.
@@ -113,7 +115,7 @@ class Board:
             raise ConnectionError(f"the broker has hung up on {self.device}")
 
     def look(self, now_s: float) -> None:
-        """Ask again for what has not come."""
+        """Repeat requests whose answers have not come."""
         for pull in list(self._pulls.values()):
             self._ask(pull, now_s)
         if self._update is not None and now_s >= self._offered_s + AGAIN_S:
@@ -131,7 +133,7 @@ class Board:
         self._tell(time.monotonic())
 
     def _tell(self, now_s: float) -> None:
-        """Say what it is, and again after longer and longer times, as agents do."""
+        """Publish presence and profile, repeatedly with growing pauses, as agents do."""
         self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
         self._told = self._publish("profile", Profile(device=self.device, **PROFILE), retain=True)
         self._tell_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, RETELL_MOST_S)
@@ -173,7 +175,7 @@ class Board:
             self._publish("blob/get", get)
 
     def _take(self, pull: Pull, index: int, payload: bytes, now_s: float) -> None:
-        """Take a chunk; the tiny model is one."""
+        """Take a chunk; the small model is a single one."""
         if pull.take_chunk(index, payload, now_s) and pull.done:
             self.crowd.blobs = {**dict(list(self.crowd.blobs.items())[-8:]), pull.ref.sha256: payload}
             del self._pulls[pull.ref.sha256]
@@ -242,5 +244,5 @@ def main(url: str, first: str, count: str) -> int:
 
 
 if __name__ == "__main__":
-    os.nice(1)  # what is measured goes first
+    os.nice(1)  # the measured coordinator has priority
     sys.exit(main(*sys.argv[1:]))

@@ -1,9 +1,9 @@
 """`fedquilt emulate`: the proof that what is flashed runs on the boards' architecture, without a board.
 
 A Debian for arm64 in a folder, its programs run by qemu's user emulation; `fedquilt flash` puts an agent into
-it, and what its units say is started there: the agent enrols and stitches in a job's rounds, over TLS, with a
-broker on loopback. Not emulated: a kernel, systemd's limits and sandbox, a GPU, clocks and meters; and its
-seconds are the emulator's, many times a board's.
+it, and the commands of its units are started there: the agent enrols and stitches in a job's rounds, over TLS, with a
+broker on loopback. Not emulated: a kernel, systemd's limits and sandbox, a GPU, clocks and meters. Times are the
+emulator's, many times a board's.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DEVICE: Final = "emulated"
 BUDGET: Final = "1GB"  # a task's process; the emulator's own translations count with it
 DEADLINE_S: Final = 900.0
 ONLINE_S: Final = 300.0
-DEPLOYED_S: Final = 900.0  # for a rollout to this board, whose seconds are the emulator's
+DEPLOYED_S: Final = 900.0  # longest that a rollout may take in the emulator
 DATA: Final = "/srv/digits.npz"  # in the root file system
 
 
 class Lone(Plan):
-    """One board that has all the data, by a name of its own: what it draws at random goes by that."""
+    """One board that has all the data. Its random draws depend on its name."""
 
     def agents(self, run: str = "") -> list[dict[str, Any]]:
         """Tables of the agents: this board's alone."""
@@ -52,14 +52,14 @@ class Lone(Plan):
 
 @dataclass
 class Steps:
-    """Says what is done and how long it took."""
+    """Report of steps, with the seconds that each took."""
 
     quiet: bool = False
     taken: dict[str, float] = field(default_factory=dict)  # step -> seconds
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[list[str]]:
-        """A step; what is appended to the list is said behind it."""
+        """Time a step; words appended to the list are printed after it."""
         self._say(f"{what} ...", end="")
         notes: list[str] = []
         began_s = time.monotonic()
@@ -148,7 +148,7 @@ def _system(root: Path, mirror: str | None, folder: Path, steps: Steps) -> Guest
 
 
 def _proof(board: Guest, folder: Path, rounds: int | None, steps: Steps, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """From a root file system without fedquilt to a job's rounds in it."""
+    """Flash a root file system, and carry out a job's rounds in it."""
     plan = _job(folder, rounds)
     site = Site(folder, *free_ports(2))
     with steps("an authority, a broker's and a coordinator's certificates, a token for the board"):
@@ -190,7 +190,7 @@ def _job(folder: Path, rounds: int | None) -> Plan:
 
 
 def _flash(site: Site, board: Guest, plan: Plan, wheels: Path) -> str:
-    """As an operator would; what an earlier emulation has left is taken out first. What the board got, in words."""
+    """Flash as an operator would, after removing an earlier emulation; returns what was written, in words."""
     data = {**plan.agents()[0]["data"], "path": DATA}
     (site.folder / "agent.toml").write_text(config.text(site.board(DEVICE, BUDGET, data)))
     shutil.copyfile(plan.job.data["path"], board.root / DATA.lstrip("/"))
@@ -205,7 +205,7 @@ def _flash(site: Site, board: Guest, plan: Plan, wheels: Path) -> str:
 
 
 def _oneshot(board: Guest, service: units.Service, log: Path) -> str:
-    """Run a service that ends; its last words."""
+    """Run a service that ends; returns its last line of output."""
     with log.open("ab") as out:
         process = units.start(board, service, out)
     try:
@@ -220,7 +220,7 @@ def _oneshot(board: Guest, service: units.Service, log: Path) -> str:
 
 
 def _agent(site: Site, board: Guest, log: Path, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], str]:
-    """The agent, online at the broker, and its status in words; it is told to end when the stack is left."""
+    """Start the agent; returns its status in words once it is online. The stack ends it."""
     listener = site.listener(DEVICE)
     stack.callback(listener.close)
     notices = units.Notices(board)
@@ -229,7 +229,7 @@ def _agent(site: Site, board: Guest, log: Path, stack: contextlib.ExitStack) -> 
         process = units.start(board, units.read(board, "fedquilt-agent"), out, notices.inside)
     stack.callback(stop, process, units.STOP_S)
 
-    def online(said: Mapping[str, str]) -> bool:  # whether a coordinator answers it is another question
+    def online(said: Mapping[str, str]) -> bool:  # online at the broker, with or without a coordinator
         return said.get("READY") == "1" and bool(listener.listen(0.0).online)
 
     if not notices.wait(online, ONLINE_S, lambda: process.poll() is None):
@@ -259,7 +259,7 @@ def _run(site: Site, agent: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _deployed(site: Site, board: Guest, log: Path) -> str:
-    """A model that was trained in it is checked there and exchanged; another, asked to be much better, is refused."""
+    """Deploy a model trained in the system, which commits it, and one with too high a limit, which it refuses."""
     rollouts = Rollouts(site, DEVICE, lambda: last(log), DEPLOYED_S)
     link = board.root / "var/lib/fedquilt/models/current"
     with rollouts.served():

@@ -17,7 +17,7 @@ from fedquilt.core import JobError, LinkError
 from fedquilt.tools.emulate.site import last
 
 BOOT_S: Final = 90.0
-STOP_S: Final = 60.0  # its services are given 30 s
+STOP_S: Final = 60.0  # services are given 30 s of it
 RUN_S: Final = 60.0
 LOOK_S: Final = 0.2
 BOARD: Final = "/run/board/sys"  # where the container finds the files that are to be its /sys
@@ -53,7 +53,7 @@ class Container:
     """One boot of a root file system.
 
     Args:
-        log: gets what its console says.
+        log: file of the console's output.
     """
 
     root: Path
@@ -62,13 +62,13 @@ class Container:
     name: str = "fedquilt-board"
     groups: tuple[Path, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    leader: int = field(default=0, init=False)  # its first process, by this machine's number
+    leader: int = field(default=0, init=False)  # first process of the container, by this machine's number
 
     def boot(self) -> None:
-        """Start it; returns when its systemd has reached basic.target.
+        """Boot the container; returns when its systemd has reached basic.target.
 
         Raises:
-            LinkError: it does not come up in time; with the console's last words.
+            LinkError: the container does not come up in time; quotes the end of the console's output.
         """
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -89,14 +89,14 @@ class Container:
         return self._done("systemctl", "is-active", "basic.target").stdout.strip() == "active"
 
     def inside(self, *command: str) -> list[str]:
-        """A command in it, as root, as one to run here."""
+        """Words that run a command in the container as root, from outside."""
         return ["nsenter", "--target", str(self.leader), "--all", "--wd=/", *command]
 
     def run(self, *command: str) -> str:
-        """What a command in it says on standard output.
+        """Standard output of a command in the container.
 
         Raises:
-            JobError: it fails; with its last words.
+            JobError: the command fails; quotes the end of its output.
         """
         done = self._done(*command)
         if done.returncode:
@@ -113,12 +113,12 @@ class Container:
             raise JobError(f"{command[0]} in {self.root} has not ended after {RUN_S:g} s") from None
 
     def fails(self, *command: str) -> str | None:
-        """Error output of a command in it; None: it succeeds."""
+        """Error output of a command in the container; None: the command succeeds."""
         done = self._done(*command)
         return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
     def unit(self, name: str) -> Mapping[str, str]:
-        """A unit's properties as systemd tells them, among them MainPID, NRestarts and Result."""
+        """Properties of a unit in systemd, such as MainPID, NRestarts and Result."""
         return properties(self.run("systemctl", "show", name))
 
     def journal(self, unit: str | None = None) -> str:
@@ -130,7 +130,7 @@ class Container:
         """Send a signal to a unit's main process from outside; the process's number inside.
 
         Raises:
-            JobError: it has none.
+            JobError: the unit has no main process.
         """
         pid = self.unit(unit)["MainPID"]
         if pid == "0":
@@ -139,10 +139,10 @@ class Container:
         return int(pid)
 
     def stop(self) -> None:
-        """Shut it down as a board is, or kill it if that takes too long."""
+        """Shut the container down as a board is, or kill it after STOP_S."""
         if self.process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):  # the first makes nspawn ask its systemd to halt
+        for number in (signal.SIGTERM, signal.SIGKILL):  # SIGTERM makes nspawn ask its systemd to halt
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -152,7 +152,7 @@ class Container:
 
 
 def until(reached: Callable[[], bool], limit_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
-    """Whether something came about in time and while something lived; it is looked at some times a second."""
+    """Wait for a condition; returns whether it held in time and while the process lived."""
     end_s = time.monotonic() + limit_s
     while not reached():
         if time.monotonic() >= end_s or not alive():
@@ -167,7 +167,7 @@ def properties(shown: str) -> dict[str, str]:
 
 
 def child_of(parent: int, proc: Path = Path("/proc")) -> int:
-    """The first process that another has started and that has process ids of its own; 0: there is none."""
+    """First child process that has a namespace of process ids of its own; 0: there is none."""
     own = _space(proc / str(parent))
     for folder in proc.glob("[0-9]*"):
         try:
@@ -180,7 +180,7 @@ def child_of(parent: int, proc: Path = Path("/proc")) -> int:
 
 
 def _space(process: Path) -> str | None:
-    """The process ids that a process lives among, by the kernel's name for them."""
+    """Kernel's name of a process's namespace of process ids."""
     try:
         return os.readlink(process / "ns/pid")
     except OSError:

@@ -1,8 +1,8 @@
 """A command in an enclosure: mounts, process ids and control groups of its own, so that nothing of it outlives it.
 
 The kernel takes the enclosure down when its first process ends, and that one is killed with the process that made
-the enclosure: also after `kill -9` no process and no mount is left. What can be left then is an empty control group,
-which the next enclosure takes up again.
+the enclosure: also after `kill -9` no process and no mount is left. An empty control group may be left, which the
+next enclosure removes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WORDS: Final = (
     *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
 )
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STOP_S: Final = 90.0  # a container's orderly end within it
+STOP_S: Final = 90.0  # time for the orderly end of a container in the enclosure
 CGROUPS: Final = Path("/sys/fs/cgroup")
-GROUP: Final = "fedquilt-emulate-"  # and the number of the process that made it
-OURS, BOARDS, HUB = "rehearsal", "boards", "hub"  # below it: this program, and what it boots
+GROUP: Final = "fedquilt-emulate-"  # followed by the process id of its maker
+OURS, BOARDS, HUB = "rehearsal", "boards", "hub"  # groups below it: of this program, and of each container
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command in an enclosure; its exit code. SIGINT, SIGTERM and SIGHUP reach it as SIGTERM, once."""
+    """Run a command in an enclosure; returns its exit code. SIGINT, SIGTERM and SIGHUP reach it as SIGTERM, once."""
     with (
         in_groups(),
         subprocess.Popen([*WORDS, *words], stdin=subprocess.DEVNULL, start_new_session=True) as process,
@@ -85,9 +85,9 @@ def in_groups() -> Iterator[None]:
     before, name = own_groups(Path("/proc/self/cgroup").read_text()), f"{GROUP}{os.getpid()}"
     for group in before:
         for stale in group.glob(f"{GROUP}*"):
-            if not Path("/proc", stale.name.removeprefix(GROUP)).exists():  # it was killed
+            if not Path("/proc", stale.name.removeprefix(GROUP)).exists():  # its maker was killed
                 remove(stale)
-        with contextlib.suppress(OSError):  # where groups may not be made, what is booted makes do without
+        with contextlib.suppress(OSError):  # containers work without, where groups may not be made
             for leaf in (OURS, BOARDS, HUB):
                 (group / name / leaf).mkdir(parents=True, exist_ok=True)
             (group / name / OURS / "cgroup.procs").write_text("0")
@@ -104,7 +104,7 @@ def in_groups() -> Iterator[None]:
 
 
 def remove(group: Path) -> None:
-    """Remove a group and those below it, as far as they are empty."""
+    """Remove a group and the groups below it that are empty."""
     for folder, _, _ in os.walk(group, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)

@@ -24,7 +24,7 @@ SERVE, ENROL, DASH = "fedquilt-serve.service", "fedquilt-enrol-serve.service", "
 STATE: Final = "/var/lib/fedquilt"
 RUNS: Final = f"{STATE}/runs"
 PROGRAM: Final = "/opt/fedquilt/current/bin/fedquilt"
-# runuser would wait for what it starts, and a shutdown for it
+# runuser would wait for its child, and a shutdown for runuser
 AS_USER: Final = ("setpriv", "--reuid=fedquilt", "--regid=fedquilt", "--init-groups", "--reset-env")
 NEWCOMER: Final = "newcomer"
 UP_S: Final = 60.0
@@ -32,7 +32,7 @@ RUN_S: Final = 180.0
 JOURNAL: Final = "[Journal]\nStorage=persistent\nRateLimitIntervalSec=0\nSystemMaxUse=16M\nSystemMaxFileSize=4M\n"
 LIMIT_BYTES: Final = 16 << 20
 FLOOD: Final = "line %.0f of a service that has much to say"
-LINES: Final = 60_000  # that take more than the limit
+LINES: Final = 60_000  # log lines that exceed the size limit
 
 
 class Hub:
@@ -50,7 +50,7 @@ class Hub:
         self.machine = Container(root, None, log, "fedquilt-hub", tuple(enclosure.for_boards(enclosure.HUB)))
 
     def check(self, checks: Checks, target: Sequence[str]) -> None:
-        """All of it. `target`: words of `fedquilt flash` for this kind of machine."""
+        """Check everything. `target`: words of `fedquilt flash` for this kind of machine."""
         checks.say("flash a coordinator's machine, and boot it beside the board")
         try:
             with checks("the coordinator's services come up") as seen:
@@ -71,7 +71,7 @@ class Hub:
             self.down()
 
     def down(self) -> None:
-        """Keep the boot's journal, and shut it down."""
+        """Save the boot's journal, and shut the container down."""
         if self.machine.leader:
             (self.site.folder / "journal-hub.txt").write_text(self.machine.journal())
         self.machine.stop()
@@ -105,13 +105,13 @@ class Hub:
         """Wait until a service runs and has not just been started.
 
         Raises:
-            LinkError: it does not, with its journal's last words.
+            LinkError: the service does not run; quotes the end of its journal.
         """
         if not until(lambda: self.machine.unit(unit)["ActiveState"] == "active", UP_S):
             raise LinkError(f"{unit} does not run; its journal ends: {reason(self.machine.journal(unit))}")
 
     def _look(self, path: str) -> bytes:
-        """A page of the dashboard."""
+        """Open a page of the dashboard."""
         found: list[tuple[int, bytes]] = []
 
         def there() -> bool:
@@ -132,7 +132,7 @@ class Hub:
     # -- enrolment --
 
     def _enrols(self) -> str:
-        """As docs/boards.md says: the authority is copied there, and its service started."""
+        """Enrol a board as docs/boards.md says: the authority is copied there, and its service started."""
         self.site.fedquilt("enrol", "token", NEWCOMER, "--out", f"{NEWCOMER}.token")
         shutil.copytree(self.site.folder / "fedquilt-ca", self.root / "srv/fedquilt-ca")
         self.machine.run(

@@ -19,15 +19,15 @@ class Heard:
     presence: wire.Presence | None = None
     profile: Profile | None = None
     telemetry: wire.Telemetry | None = None
-    begun: frozenset[str] = frozenset()  # every start of the agent that said it is online, by its name
+    begun: frozenset[str] = frozenset()  # names of the agent's starts that have been online
 
     @property
     def online(self) -> str:
-        """The start of the agent that is online; "": none is."""
+        """Name of the agent's start that is online; "": the agent is offline."""
         return self.presence.boot if self.presence is not None and self.presence.online else ""
 
     def after(self, message: Message, device: str) -> Heard:
-        """State with one more message; others' and damaged ones change nothing."""
+        """State after a message; those of other devices and damaged ones change nothing."""
         try:
             route = wire.route(message.topic)
             if route.device != device or route.direction != "up":
@@ -49,7 +49,7 @@ class Heard:
 
 
 class Listener:
-    """A client of the broker that hears one device. It says nothing.
+    """Client of the broker that receives one device's messages and publishes nothing.
 
     Args:
         connect: makes a link to the broker.
@@ -66,7 +66,7 @@ class Listener:
         return link
 
     def listen(self, limit_s: float) -> Heard:
-        """Messages so far; waits for more, at most that long."""
+        """State after waiting for messages, for at most that long."""
         self._link = self._link or self._connected()
         self._link.wait(limit_s)
         for message in self._link.receive():
@@ -74,7 +74,7 @@ class Listener:
         return self.heard
 
     def until(self, true: Callable[[Heard], bool], limit_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
-        """Whether what was said came to that in time, and while something lived."""
+        """Wait for a condition on the messages; returns whether it held in time and while the process lived."""
         end_s = time.monotonic() + limit_s
         while not true(self.listen(0.2)):
             if time.monotonic() >= end_s or not alive():
@@ -82,7 +82,7 @@ class Listener:
         return True
 
     def close(self) -> None:
-        """Close the link, until somebody listens again: a broker sends clients away that say nothing for long."""
+        """Close the link until the next `listen`: a broker disconnects clients that are silent for long."""
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -31,12 +31,12 @@ from fedquilt.tools.emulate.rollouts import job
 from fedquilt.tools.emulate.site import HOST, STOP_S, Site, free_ports, last, running, stop
 
 PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
-MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # as the kernel and as Debian and flash call them
+MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # the kernel's name -> Debian's and flash's
 DEVICE: Final = "rehearsed"
 
 
 AGENT, CLOCKS, ENROL = "fedquilt-agent.service", "fedquilt-clocks.service", "fedquilt-enrol.service"
-FIRST: Final[Layout] = ("jetson-orin-nx", 6)  # the board on which everything is tried; of the others, that they come up
+FIRST: Final[Layout] = ("jetson-orin-nx", 6)  # the board on which everything is checked; others are only booted
 USER: Final = "fedquilt"
 BUDGET: Final = "256MB"
 DATA: Final = "/srv/digits.npz"  # in the root file system
@@ -134,7 +134,7 @@ class Rehearsal:
         return self.board
 
     def down(self) -> None:
-        """Keep the boot's journal, and shut it down."""
+        """Save the boot's journal, and shut the container down."""
         board, self.board = self.board, None
         if board is None:
             return
@@ -143,15 +143,15 @@ class Rehearsal:
         board.stop()
 
     def _online(self, before: frozenset[str], limit_s: float) -> Heard:
-        """What the agent says once it is online by another start than those.
+        """Messages of the agent once it is online by another start than those given.
 
         Raises:
-            LinkError: it is not, with the reason that its journal has.
+            LinkError: the agent is not online; gives the reason from its journal.
         """
         assert self.board is not None
         board, looked_s, started = self.board, time.monotonic(), starts(self.board.journal(AGENT))
 
-        def hope() -> bool:  # an agent that ends again and again is not waited for
+        def hope() -> bool:  # give up on an agent that ends again and again
             nonlocal looked_s
             if time.monotonic() < looked_s + 2:
                 return True
@@ -169,7 +169,7 @@ class Rehearsal:
     # -- checks --
 
     def comes_up(self, layout: Layout) -> None:
-        """One more board: the same root file system boots as it, and its agent says what board it is."""
+        """Boot the same root file system as another board, and compare its agent's profile."""
         with self.checks(f"online as {_name(layout)}") as seen:
             seen.append(self._comes_up(layout))
 
@@ -190,7 +190,7 @@ class Rehearsal:
         )
 
     def whole(self, layout: Layout) -> None:
-        """Everything, on one board."""
+        """Carry out every check on one board."""
         self.comes_up(layout)
         if self.board is None:
             self.checks.give_up(f"{_name(layout)} has not booted")
@@ -220,7 +220,7 @@ class Rehearsal:
         Hub(self.site, self._debian, self._hub, JOB).check(self.checks, target(machine(), self._wheels))
 
     def _shut(self, board: Container) -> str:
-        """The agent's user is an ordinary one, and debugfs is shut to it."""
+        """Check that the agent's user is an ordinary one, which cannot read debugfs."""
         properties = board.unit(AGENT)
         mode, owner = board.run("stat", "--format=%a %U", "/sys/kernel/debug").split()
         if (mode, owner) != ("700", "root"):
@@ -235,7 +235,7 @@ class Rehearsal:
         return f"{USER} ({number}); {refused.split(':', 1)[-1].strip()}"
 
     def _task(self) -> str:
-        """One round by this board; its clocks are held meanwhile and the board's own afterwards."""
+        """Check a round of this board: its clocks are held meanwhile, and the board's own afterwards."""
         before = layouts.clocks(self.tree)
         facts = self._run(lambda facts: any(isinstance(fact, Ended) for fact in facts))
         done = [fact for fact in facts if isinstance(fact, Answered)]
@@ -254,7 +254,7 @@ class Rehearsal:
         return f"{usage.examples} examples in {usage.wall_s:.2f} s at {usage.point}, peak {peak}; own clocks back"
 
     def _returns(self, board: Container, number: signal.Signals, limit_s: float, result: str) -> str:
-        """The agent is sent a signal; systemd says what ended it, starts it anew, and it comes online again."""
+        """Check that systemd restarts an agent that a signal has ended, and that the agent comes online again."""
         before, restarts = self.listener.heard.begun, int(board.unit(AGENT)["NRestarts"])
         began_s = time.monotonic()
         pid = board.kill(number, AGENT)
@@ -268,7 +268,7 @@ class Rehearsal:
         return f"process {pid} ended (result '{result}'), {now['MainPID']} online after {took_s:.0f} s"
 
     def _hog(self, board: Container) -> str:
-        """The board's data no longer fits; the task dies, and the agent is the same process as before."""
+        """Check that data which no longer fits ends the task and leaves the agent's process alive."""
         images = np.zeros(HOG, np.uint8)
         classes = np.zeros(HOG[0], np.uint8)
         kept = self.folder / "hog.npz"
@@ -306,7 +306,7 @@ class Rehearsal:
         return f"process {pid} killed, {now} answers after {time.monotonic() - began_s:.0f} s"
 
     def _limit(self, board: Container) -> str:
-        """The unit's limit as the kernel has it, and the task's within it; the agent has done a task before."""
+        """Check the unit's memory limit in the kernel, and the task's within it, after a first task."""
         told = board.unit(AGENT)
         group = f"/sys/fs/cgroup{told['ControlGroup']}"
         if board.fails("test", "-e", f"{group}/memory.max") is not None:
@@ -324,7 +324,7 @@ class Rehearsal:
     # -- the coordinator's side --
 
     def _run(self, enough: Callable[[list[Any]], bool]) -> list[Any]:
-        """The operator's `fedquilt run`, until its facts are enough or it ends; the facts."""
+        """Run a job as an operator does until its facts suffice or it ends; returns the facts."""
         self._runs += 1
         home = self.folder / f"runs-{self._runs}"
         words = self.site.words("run", JOB, *self.site.coordinator(home.name))

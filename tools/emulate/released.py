@@ -26,7 +26,7 @@ from fedquilt.tools.emulate.site import HOST, Site
 
 AGENT, RUNNER, USER = "fedquilt-agent.service", "fedquilt-serve-model.service", "fedquilt-runner"
 MODELS: Final = "/var/lib/fedquilt-models"
-HOOKED: Final = f"{MODELS}/hooked"  # which models the hook has seen
+HOOKED: Final = f"{MODELS}/hooked"  # file that lists the models which the hook has seen
 HOOK: Final = ("/bin/sh", "-c", 'readlink "$FEDQUILT_MODELS/current" >> "$FEDQUILT_MODELS/hooked"')
 ANSWERS_S: Final = 60.0
 
@@ -45,7 +45,7 @@ class Released:
     port: int
 
     def check(self, checks: Checks, target: Sequence[str]) -> None:
-        """All of it. `target`: words of `fedquilt flash` for this kind of board."""
+        """Check everything. `target`: words of `fedquilt flash` for this kind of board."""
         self._rollouts = Rollouts(self.site, self.device, lambda: reason(self.board.journal(AGENT)))
         with self._rollouts.served():
             with checks("an upgrade over the air, and the version before again") as seen:
@@ -138,7 +138,7 @@ class Released:
         """Wait until the runner answers with a model.
 
         Raises:
-            LinkError: it does not, with what its journal or itself says.
+            LinkError: the runner does not; quotes its journal or its answer.
         """
         said: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from fedquilt.tools import demo
 from fedquilt.tools.emulate.container import until
 from fedquilt.tools.emulate.site import STOP_S, Site, last, stop
 
-HOME: Final = "releases"  # the coordinator's, in the site's folder
+HOME: Final = "releases"  # the coordinator's home in the site's folder
 PHASED: Final = ("--canary", "50", "--phases", "100", "--soak", "2s")
 BEGIN_S: Final = 60.0
 
@@ -40,7 +40,7 @@ class Rollouts:
     """A coordinator of its own for one board.
 
     Args:
-        reason: what the board's agent said last.
+        reason: the last message of the board's agent.
         limit_s: most that a rollout may take.
     """
 
@@ -51,7 +51,7 @@ class Rollouts:
 
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
-        """The coordinator runs while the body does."""
+        """Run the coordinator for the duration of the body."""
         log = self.site.folder / "serve.log"
         words = self.site.words("serve", *self.site.coordinator(HOME))
         with log.open("ab") as out:
@@ -73,15 +73,15 @@ class Rollouts:
         self.site.fedquilt("run", path, "--home", HOME)
 
     def brought(self, *words: str) -> Rollout:
-        """Have a rollout carried out; it is done, and the board has committed it."""
+        """Carry out a rollout that the board commits."""
         return self._until("done", "committed", *words, *PHASED)
 
     def refused(self, *words: str) -> Rollout:
-        """Have a rollout carried out that the board refuses."""
+        """Carry out a rollout that the board refuses."""
         return self._until("aborted", "refused", *words, *PHASED)
 
     def taken_back(self, *words: str) -> Rollout:
-        """Have the latest rollout taken back; the board has returned to what it ran before."""
+        """Take the latest rollout back: the board returns to its earlier release."""
         return self._until("rolled back", "returned", *words)
 
     def _until(self, status: str, phase: str, *words: str) -> Rollout:

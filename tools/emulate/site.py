@@ -23,7 +23,7 @@ HOST: Final = "127.0.0.1"
 START_S: Final = 30.0
 STOP_S: Final = 15.0
 FILES: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "coordinator.crt", "key": "coordinator.key"}
-WATCHING: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "watcher.crt", "key": "watcher.key"}  # an observer's
+WATCHING: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "watcher.crt", "key": "watcher.key"}  # options of an observer
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Site:
         return self.folder / "log.txt"
 
     def fedquilt(self, *words: str) -> None:
-        """Run a command of fedquilt's here; what it says goes to the log.
+        """Run a `fedquilt` command in the site's folder; its output goes to the log.
 
         Raises:
-            JobError: it fails, with its last words.
+            JobError: the command fails; quotes the end of its output.
         """
         with self.log.open("a") as log:
             log.write(f"$ fedquilt {' '.join(words)}\n")
@@ -67,9 +67,9 @@ class Site:
         return ["--home", home, "--broker", self.url, *files]
 
     def found(self, device: str) -> None:
-        """An authority, what the broker, the coordinator and an observer need, a token for the board."""
+        """Make an authority, files of broker, coordinator and observer, and a token for the board."""
         self.fedquilt("ca", "init")
-        self.fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name it
+        self.fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
         self.fedquilt(
             *("broker", "config", "--for", "mosquitto", "--host", HOST, "--listen", str(self.broker)),
             *("--out", "broker", "--installed", str((self.folder / "broker").resolve())),
@@ -78,13 +78,13 @@ class Site:
         self.fedquilt("enrol", "token", device, "--out", f"{device}.token")
 
     def listener(self, device: str) -> Listener:
-        """Who hears what a device says at the broker; for the caller to close."""
+        """Listener to a device's messages at the broker; the caller closes it."""
         files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
         broker = Broker.parse(self.url, **files)
         return Listener(lambda: MqttLink(broker, "fedquilt-emulate"), "fleet", device)
 
     def board(self, device: str, budget: str, data: Mapping[str, object]) -> dict[str, object]:
-        """Its agent.toml, as a table."""
+        """Table of the board's agent.toml."""
         return {
             "device": device,
             "home": "/var/lib/fedquilt",
@@ -95,10 +95,10 @@ class Site:
         }
 
     def mosquitto(self) -> list[str]:
-        """The command of the broker with the configuration as written, but on loopback and as this user."""
+        """Command of the broker with the written configuration, but on loopback and as this user."""
         written = (self.folder / "broker" / "fedquilt.conf").read_text().splitlines()
         lines = [f"{line} {HOST}" if line.startswith("listener ") else line for line in written]
-        # started by root it would become the user "mosquitto", who may not read the folder
+        # a broker started by root becomes the user "mosquitto", who may not read the folder
         lines += ["user root", f"persistence_location {(self.folder / 'broker').resolve()}/"]
         path = self.folder / "broker" / "mosquitto.conf"
         path.write_text("\n".join(lines) + "\n")
@@ -120,10 +120,10 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(words: Sequence[str], folder: Path, log: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that listens on a port of loopback; it is told to end afterwards.
+    """Run a server that listens on a port of loopback for the duration of the body.
 
     Raises:
-        LinkError: it does not listen, with its last words.
+        LinkError: the server does not listen; quotes the end of its output.
     """
     with log.open("ab") as out:
         process = subprocess.Popen(

@@ -33,20 +33,20 @@ from fedquilt.transport.broker import Broker
 HERE: Final = Path(__file__).parent
 ETC: Final = "/etc/fedquilt"
 HOME: Final = "/var/lib/fedquilt"
-DAEMON_BYTES: Final = 256 << 20  # of the agent itself, its libraries and what the kernel counts with it, beside a task
+DAEMON_BYTES: Final = 256 << 20  # memory of the agent itself and its libraries, as the kernel counts it, beside a task
 NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
-CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # systemd's, from version 247 on
+CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # folder that systemd provides from version 247 on
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
-ODD: Final = r"[\s%$\"'\\;|&<>`()*?]"  # means something to systemd or a shell
+ODD: Final = r"[\s%$\"'\\;|&<>`()*?]"  # characters with a meaning to systemd or a shell
 HIDDEN: Final = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/", "/dev/", "/proc/", "/sys/")  # noqa: S108
-PYTHON: Final = "python.tar"  # Python that comes along
+PYTHON: Final = "python.tar"  # archive of a Python in the bundle
 SECRET: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
 OF_RUNNER: Final = "fedquilt-serve-model"
-# units of one role; others are of both
+# units of one role alone; the others are for both
 OF_AGENT: Final = ("fedquilt-agent", "fedquilt-clocks", "fedquilt-enrol", OF_RUNNER)
 OF_COORDINATOR: Final = ("fedquilt-serve", "fedquilt-enrol-serve", "fedquilt-dash")
-MODELS: Final = "/var/lib/fedquilt-models"  # what the agent and the runner share, unless [models] names another folder
+MODELS: Final = "/var/lib/fedquilt-models"  # folder that agent and runner share, unless [models] names another
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Board:
     device: str
     files: Mapping[str, bytes]
     budget_bytes: int | None  # None: half of the board's memory
-    enrols: bool = False  # it gets or renews its certificate by itself
-    limits: tuple[str, ...] = ()  # arguments of `fedquilt clocks serve` for the bounds that its owner has set
-    models: str | None = None  # folder outside of its home
-    serve: str | None = None  # address of its model runner; None: it has none
+    enrols: bool = False  # whether the board gets or renews its certificate by itself
+    limits: tuple[str, ...] = ()  # arguments of `fedquilt clocks serve` for the bounds that the board's owner has set
+    models: str | None = None  # folder of models outside of the agent's home; None: in the home
+    serve: str | None = None  # address of the board's model runner; None: the board has none
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Extras of fedquilt that it needs."""
+        """Extras of fedquilt that the board needs."""
         identity = ("identity",) if self.enrols or "ca.crt" in self.files else ()
         return identity if self.serve is None else (*identity, "images", "onnx")
 
@@ -111,7 +111,7 @@ def board(
         if key in here:
             files[name], broker[key] = _read(Path(here[key])), f"{ETC}/{name}"
     if known.profile is not None and profiles.is_name(known.profile) and not (path.parent / known.profile).exists():
-        profiles.find(known.profile)  # it ships with the agent
+        profiles.find(known.profile)  # a known profile ships with the agent
     elif known.profile is not None:
         files["profile.toml"], table["profile"] = _read(path.parent / known.profile), f"{ETC}/profile.toml"
         profiles.parse(files["profile.toml"].decode(errors="replace"), known.profile)
@@ -131,7 +131,7 @@ def board(
 
 
 def _models(table: agents.ModelSettings) -> str | None:
-    """Folder of the models on the board if it is not in the agent's home, where no other user may look.
+    """Folder of the models on the board; None: in the agent's home, which no other user may read.
 
     Raises:
         JobError: a unit cannot name that folder, or the runner cannot answer at that address.
@@ -193,7 +193,7 @@ def units(board: Board | Coordinator, systemd: int = 249) -> dict[str, bytes]:
     """The systemd units of one board or coordinator, as its version of systemd takes them.
 
     Raises:
-        JobError: it is too old for a coordinator.
+        JobError: systemd is too old for a coordinator.
     """
     if isinstance(board, Coordinator):
         left = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
@@ -204,7 +204,7 @@ def units(board: Board | Coordinator, systemd: int = 249) -> dict[str, bytes]:
 
 
 def _words(board: Board, systemd: int) -> dict[str, str]:
-    """What the templates of a board's units are filled with."""
+    """Values for the templates of a board's units, by their words."""
     secrets = [
         name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
     ]
@@ -221,7 +221,7 @@ def _words(board: Board, systemd: int) -> dict[str, str]:
 
 
 def _folder(board: Board) -> dict[str, str]:
-    """Lines that make the folder of models if it is not there, and let the agent write it.
+    """Lines of a unit that make a missing folder of models, and let the agent write it.
 
     Where there is a runner, its group may write too, and nobody may remove what is another's (the mode's 3).
     """
@@ -244,14 +244,14 @@ def _filled(others: Sequence[str], words: Mapping[str, str], systemd: int) -> di
         text = fill(path.read_text(encoding="utf-8"), words)
         if systemd < 247:
             text = re.sub(r"^(Exec\w+=[-+]*)(?=systemd-|systemctl )", r"\1/bin/", text, flags=re.MULTILINE)
-        if systemd < 239:  # a group that it does not know would leave next to nothing allowed
+        if systemd < 239:  # an unknown group of calls would leave next to nothing allowed
             text = "".join(line for line in text.splitlines(True) if not line.startswith("SystemCall"))
         made[path.name] = text.encode()
     return made
 
 
 def _handed(name: str, systemd: int) -> str:
-    """Lines that hand a secret of root's to the agent: as a credential, or as a copy in a folder of its own."""
+    """Lines of a unit that hand a secret of root's to the agent: as a credential, or as a copy in a private folder."""
     if systemd >= 247:
         return f"LoadCredential={name}:{ETC}/{name}"
     copy = f"/usr/bin/install -o fedquilt -g fedquilt -m 0400 {ETC}/{name} {OWN_CREDENTIALS}/{name}"
@@ -259,7 +259,7 @@ def _handed(name: str, systemd: int) -> str:
 
 
 def fill(text: str, words: Mapping[str, str]) -> str:
-    """A template with each @WORD@ in place; a line of nothing but an empty one is left out."""
+    """Fill each @WORD@ of a template; a line that holds only an empty word is left out."""
     lines = []
     for line in text.splitlines():
         filled = line
@@ -282,7 +282,7 @@ def contents(
     system_packages: bool = False,
     own_python: Path | None = None,
 ) -> dict[str, bytes | Path]:
-    """Every file of a bundle by its name: its bytes, or where they are."""
+    """Files of a bundle: name -> bytes, or the path of a file that has them."""
     brought = {} if own_python is None else {PYTHON: own_python}
     digests = {path.name: wheels.sha256(path) for path in house}
     digests |= {name: wheels.sha256(path) for name, path in brought.items()}
@@ -329,7 +329,7 @@ def unpacked_bytes(path: Path) -> int:
 
 
 def write(files: Mapping[str, bytes | Path], folder: Path) -> None:
-    """The bundle as a folder, its secrets for this user alone.
+    """Write the bundle as a folder, its secrets readable by this user alone.
 
     Raises:
         StoreError: it cannot be written.
@@ -346,7 +346,7 @@ def write(files: Mapping[str, bytes | Path], folder: Path) -> None:
 
 
 def pack(files: Mapping[str, bytes | Path], path: Path, top: str = "", *, private: bool = True) -> int:
-    """Write files as a tar archive; its size in bytes. The same files make the same bytes.
+    """Write files as a tar archive; returns its size in bytes. The same files make the same bytes.
 
     Args:
         files: name -> content, or the file that has it.

@@ -175,9 +175,13 @@ def really(
 
     Raises:
         JobError: every agent has ended; quotes the last words of one. Or there is a certificate for all of them, or the
-            job has adversaries.
+            job has adversaries or simulated links.
     """
     require_honest(plan.job)
+    if plan.job.fleet.links:
+        raise JobError(
+            "[fleet] links: a broker's clients have the links that they have; --link memory simulates others"
+        )
     if broker is not None and broker.get("cert"):
         raise JobError(
             "simulated boards cannot share one certificate, which is one board's: leave --cert and --key out, with a "
@@ -235,10 +239,10 @@ def virtually(
         agents: list[Agent] = []
         waiting = _Waiting(run)
         shared = Shared(plan.folder(run, ".shared"))
-        for table in plan.agents(run):
+        for index, table in enumerate(plan.agents(run)):
             options = settings.parse(table)
             board = make(options.board)
-            own = broker.connect()
+            own = broker.connect(pace=plan.job.fleet.link_of(index))
             worker = InlineWorker(board, together.load)
             agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
             sides.append((own, agents[-1]))

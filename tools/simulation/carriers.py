@@ -31,6 +31,7 @@ class Hands:
         carry: carries orders out, one outcome each, in their order.
         held: device -> how many held-out examples it has.
         ahead: is told of orders before they are to be carried out; None: nobody.
+        ready: waits until orders are carried out at once.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Hands:
         carry: Callable[[Sequence[Order]], Iterable[Outcome]],
         held: Mapping[str, int],
         ahead: Ahead | None = None,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._carry, self._held, self.ahead = carry, held, ahead
+        self._carry, self._held, self.ahead, self.ready = carry, held, ahead, ready
 
     def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
         """Carry out the orders, one outcome each."""
@@ -81,8 +83,7 @@ def by_pool(
     engine = engine_of(job, methods.load(job.method))
     with Pool(engine, itertools.chain(members, nothing), workers=workers, together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
-        pool.warm()
-        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held, pool), held
+        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held, pool, pool.warm), held
 
 
 def in_process(

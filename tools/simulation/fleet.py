@@ -144,6 +144,7 @@ class SimulatedFleet(WithoutReleases):
             due_s, name = heapq.heappop(self._due)
             device = self._devices.get(name)
             if device is not None and device.due_s == due_s:
+                device.move(now_s)
                 device.duty.step(now_s)
                 device.telling(now_s)
                 self._schedule(device)
@@ -237,8 +238,7 @@ class SimulatedFleet(WithoutReleases):
 
     def _feed(self, device: FleetDevice, event: events.Event, now_s: float) -> None:
         device.duty.feed(event, now_s)
-        while device.fetched:
-            device.duty.feed(events.Fetched(device.fetched.pop(0)), now_s)
+        device.move(now_s)
         self._schedule(device)
 
     def _schedule(self, device: FleetDevice) -> None:
@@ -254,7 +254,7 @@ class SimulatedFleet(WithoutReleases):
         """Note when the devices to which something has happened are due: once, however much it was."""
         while self._moved:
             name, device = self._moved.popitem()
-            due_s = min(device.duty.due_s(self.now_s), device.tell_s)
+            due_s = min(device.duty.due_s(self.now_s), device.tell_s, device.moves_s())
             if due_s != device.due_s:
                 device.due_s = due_s
                 if due_s < math.inf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ from msgspec import structs
 from fedquilt import wire
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.core import BlobRef, Device, Task, Update
+from fedquilt.cost_model import Link
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.power.governor import Rule
@@ -34,6 +36,7 @@ class Spec:
     Args:
         board: made when the device is first needed.
         data: what `Order.data` says to whoever carries its orders out.
+        link: what its transfers take.
     """
 
     device: str
@@ -41,6 +44,7 @@ class Spec:
     means: events.Means
     data: Mapping[str, object]
     rule: Rule = Rule()
+    link: Link = Link()
 
 
 class FleetDevice:
@@ -51,7 +55,8 @@ class FleetDevice:
         self.board = spec.board()
         self.worker = VirtualWorker(self.board)
         self.have = fleet.held(spec.device)  # sha256 of what it was sent
-        self.fetched: list[str] = []  # brought here, and not yet told to the duty
+        self._coming: deque[tuple[float, str]] = deque()  # when blobs will be here, and their sha256
+        self._going: deque[tuple[float, Update]] = deque()  # when updates will be there
         self._folder = f"{fleet.folder}/private/"
         self._private = f"{self.name}.safetensors"
         self._following = f"{self.name}.next"  # what the update in the outbox leaves
@@ -87,21 +92,45 @@ class FleetDevice:
         self._fleet.say(self.name, claim)
 
     def offer(self, update: Update, now_s: float) -> None:
-        """Tell the coordinator the result of a task."""
-        self._fleet.say(self.name, update)
+        """Tell the coordinator the result of a task, once its blobs have made their way."""
+        if update in [given for _, given in self._going]:
+            return
+        due_s = self._way(self._going, sum(ref.size for ref in update.bundles.values()), now_s)
+        if due_s > now_s:
+            self._going.append((due_s, update))
+        else:
+            self._fleet.say(self.name, update)
 
     def drop(self, update: Update) -> None:
         """Give up the private state that an unsent update would have left."""
         self._end(accepted=False)
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
-        """Note blobs as fetched: they are read where the coordinator keeps them."""
-        self.have.update(ref.sha256 for ref in refs)
-        self.fetched.extend(ref.sha256 for ref in refs)
+        """Note when blobs will be here: they are read where the coordinator keeps them."""
+        for ref in refs:
+            self._coming.append((self._way(self._coming, ref.size, self._fleet.now_s), ref.sha256))
+
+    def move(self, now_s: float) -> None:
+        """Let what has made its way arrive."""
+        while self._coming and self._coming[0][0] <= now_s:
+            sha256 = self._coming.popleft()[1]
+            self.have.add(sha256)
+            self.duty.feed(events.Fetched(sha256), now_s)
+        while self._going and self._going[0][0] <= now_s:
+            self._fleet.say(self.name, self._going.popleft()[1])
+
+    def moves_s(self) -> float:
+        """Time of the next arrival."""
+        return min([ways[0][0] for ways in (self._coming, self._going) if ways], default=math.inf)
+
+    def _way(self, before: Sequence[tuple[float, object]], size: int, now_s: float) -> float:
+        """When a transfer of so many bytes ends that begins after all before it."""
+        return max(now_s, before[-1][0] if before else now_s) + self._spec.link.seconds(size)
 
     def abandon(self, sha256: str) -> None:
         """Forget a blob."""
         self.have.discard(sha256)
+        self._coming = deque(each for each in self._coming if each[1] != sha256)
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
         """Do nothing: nobody observes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import core, methods, tensors, wire
+from fedquilt.blobs.chunks import reference
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Action, BlobRef, DataError, Examples, Method, Site, Task, Tensors, derive_seed
 from fedquilt.edge_agent import engines
@@ -186,7 +186,7 @@ def delivered(
         if isinstance(value, BlobRef):
             return value
         payload = tensors.encode(value)
-        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+        ref = reference(payload)
         (folder / ref.sha256).write_bytes(payload)
         return ref
 

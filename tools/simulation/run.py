@@ -116,6 +116,9 @@ def simulate(
             carry, held = in_process(members, together=together, test=test)
         simulation = stack.enter_context(Simulation(job, folder, held, place, away=away))
         simulation.look_ahead(carry.ahead)
+        waited_s = time.perf_counter()
+        carry.ready()  # workers have imported their engine while the run was taken up
+        simulation.paused(time.perf_counter() - waited_s)
         start_s = time.perf_counter() - began_s
         for each in play([simulation], carry):
             observe(each, carry)

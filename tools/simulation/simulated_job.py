@@ -264,7 +264,8 @@ class Simulation:
             means = self._means(budgets[index % len(budgets)], fleet.labels_of(index))
             lies = adversaries.data(fleet.adversaries) if fleet.adversaries and name in self.adversaries else {}
             data = {"share": name, **lies}
-            yield Spec(name, lambda board=board: make(board), means, data, Rule(fleet.policy))  # type: ignore[misc]
+            rule, link = Rule(fleet.policy), fleet.link_of(index)
+            yield Spec(name, lambda board=board: make(board), means, data, rule, link)  # type: ignore[misc]
 
     def _means(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Means:
         """Plug-ins of a simulated device: those of this process, as they share their code."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from fedquilt import tensors, wire
+from fedquilt.blobs.chunks import reference
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
 from fedquilt.edge_agent.task import budget, outputs, protocol
@@ -82,7 +82,7 @@ class TaskProcess:
             if isinstance(value, BlobRef):
                 return value
             payload = tensors.encode(value)
-            ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+            ref = reference(payload)
             (out / f"{ref.sha256}.in").write_bytes(payload)
             return ref
 

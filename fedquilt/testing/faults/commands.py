@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -16,6 +16,7 @@ from fedquilt.testing.faults.schedule import Schedule
 from fedquilt.testing.faults.world import Theatre
 
 FAILED: Final = 8  # exit code
+INTERRUPTED: Final = 130  # likewise
 
 
 def parsed(text: str, seed: int | None) -> Schedule:
@@ -57,6 +58,8 @@ def one(plan: Schedule) -> int:
 def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> int:
     """Play many, shrink those that fail, and print what was covered; returns the exit code.
 
+    An interrupt (Ctrl-C) ends it early: what was played until then is printed.
+
     Args:
         seeds: which.
         among: methods to draw from; (): all.
@@ -64,17 +67,27 @@ def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: in
         processes: to play in.
     """
     _require(among, kinds)
-    began_s, cpu_s, total = time.monotonic(), time.process_time(), search.NOTHING
+    began_s, total, ended = _cpu_s(), search.NOTHING, 0
     line = progress.LINE
-    for part in _parts(seeds, among, kinds, processes):
-        total = total.plus(part)
-        for failure in part.failures:
-            line.aside(*failure.lines())
-        line.at(f"seeds played, {len(total.failures)} failed", total.seeds, len(seeds))
+    try:
+        for part in _parts(seeds, among, kinds, processes):
+            total = total.plus(part)
+            for failure in part.failures:
+                line.aside(*failure.lines())
+            line.at(f"seeds played, {len(total.failures)} failed", total.seeds, len(seeds))
+    except KeyboardInterrupt:
+        ended = INTERRUPTED
     line.end()
-    seconds = time.process_time() - cpu_s if processes == 1 else time.monotonic() - began_s
-    print("\n".join(search.explained(total, seconds)))
-    return FAILED if total.failures else 0
+    if ended:
+        print(f"interrupted: of the {len(seeds)} seeds from {seeds.start} on, {total.seeds} were played")
+    print("\n".join(search.explained(total, _cpu_s() - began_s)))
+    return FAILED if total.failures else ended
+
+
+def _cpu_s() -> float:
+    """Processor seconds of this process, and of those that it has started and that have ended."""
+    taken = os.times()
+    return taken.user + taken.system + taken.children_user + taken.children_system
 
 
 def _parts(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[search.Played]:

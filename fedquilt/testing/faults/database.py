@@ -45,6 +45,12 @@ class Database:
         wal = Path(f"{self.path}-wal")
         return self.path.read_bytes() if self.path.exists() else b"", wal.read_bytes() if wal.exists() else b""
 
+    def close(self) -> None:
+        """End all its processes for good."""
+        for connection in self._open:
+            connection.drop()
+        self._open.clear()
+
     def crash(self, roll: random.Random | None) -> None:
         """End all its processes; with `roll` the power fails as well."""
         if not self._open:
@@ -54,9 +60,7 @@ class Database:
         safe = min(safe, len(wal) if self.unsynced is None else self.unsynced)
         if roll is not None and len(wal) > safe:
             wal = wal[: roll.choice([safe, len(wal), roll.randint(safe, len(wal))])]
-        for connection in self._open:
-            connection.drop()
-        self._open.clear()
+        self.close()
         self.path.unlink(missing_ok=True)
         self.restore((main, wal))
 
@@ -99,9 +103,10 @@ class Connection(sqlite3.Connection):
         if word not in ("insert", "update", "delete", "commit"):
             return super().execute(sql, *given)
         self._try("commit")
-        before = self._base.wal_bytes()
+        ends = word == "commit" or not self.in_transaction  # only then the write-ahead log grows
+        before = self._base.wal_bytes() if ends else 0
         found = super().execute(sql, *given)
-        if not self.in_transaction:
+        if ends:
             self._base.unsynced = before
             self._ask("sync", "fedquilt.db-wal")  # written, and not safe yet
             self._base.unsynced = None

@@ -69,7 +69,7 @@ class SimDisk(Disk):
         self.platter = platter
         self._gate, self._root = gate, platter.root
         self._held: list[SimLock] = []
-        self._paths: dict[str, list[str]] = {}
+        self._paths = platter.paths
 
     def end(self) -> None:
         """The process is gone: its locks are free."""

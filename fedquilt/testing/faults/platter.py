@@ -68,6 +68,7 @@ class Platter:
         self.changes: list[Change] = []  # of names, not synced yet
         self.locks: dict[str, set[SimLock]] = {}
         self.databases: dict[str, Database] = {}  # by path
+        self.paths: dict[str, list[str]] = {}  # absolute path -> names from `root` on
         self.lost = 0  # files and names that power failures have taken
         self._real, self._inodes = real, 0
 
@@ -148,6 +149,11 @@ class Platter:
         self.changes.clear()
         for path, image in copied[1].items():
             self.databases[path].restore(image)
+
+    def close(self) -> None:
+        """Close what is open, for good."""
+        for database in self.databases.values():
+            database.close()
 
     def processes_end(self) -> None:
         """Close what a killed process had open; files stay as programs have left them."""

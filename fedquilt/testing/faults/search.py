@@ -203,10 +203,10 @@ def _less(fault: AnyFault) -> Iterator[AnyFault]:
             yield msgspec.structs.replace(fault, **{name: round(value / 2, 2)})
 
 
-def explained(played: Played, seconds: float) -> Iterator[str]:
-    """Lines for people: what was covered, and what failed."""
-    each = played.rounds / seconds if seconds else 0.0
-    yield f"{played.seeds} seeds, {played.rounds} rounds, {each:.0f} rounds a second"
+def explained(played: Played, cpu_s: float) -> Iterator[str]:
+    """Lines for people: what was covered in so many processor seconds, and what failed."""
+    each = played.rounds / cpu_s if cpu_s else 0.0
+    yield f"{played.seeds} seeds, {played.rounds} rounds, {each:.0f} rounds for each second of processor time"
     yield "in how many seeds, and how often:"
     for name, count in sorted(played.covered.items()):
         often = played.happened[name]

@@ -106,8 +106,9 @@ class Side(ABC):
         self._offset_s += seconds
 
     def close(self) -> None:
-        """Let go of everything."""
-        self._end(power=False)
+        """Let go of everything; nobody will look at what is left."""
+        self.inner = None
+        self.platter.close()
 
     # -- within --
 

@@ -6,55 +6,21 @@ Within one process, on a clock that the test moves; the last tests kill real one
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import until
+from clock_trees import Place
 
 from fedquilt.core import JobError, OperatingPoint, StoreError
-from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks import helper as clockd
-from fedquilt.edge_agent.clocks.client import Answer, Ask, Clocks, Hold, Keepalive, Release, Request
+from fedquilt.edge_agent.clocks.client import Answer, Ask, Hold, Keepalive, Release, Request
 from fedquilt.edge_agent.clocks.helper import Helper
 from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.testing.boards import plant
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6)
-POLICY = "sys/devices/system/cpu/cpufreq/policy0"
-LIMIT_S = 60.0
-
-
-class Place:
-    """A TX2 made of files, and where its helper keeps what it has."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root, self.state, self.socket = folder / "root", folder / "state", folder / "run" / "s"
-        plant(self.root, "jetson-tx2", 4)
-        self.before = self.settings()
-        self.lines: list[socket.socket] = []
-
-    def settings(self) -> object:
-        return controls.discover(self.root).settings(None)
-
-    def held(self) -> bool:
-        read = [(self.root / POLICY / f"scaling_{limit}_freq").read_text().strip() for limit in ("min", "max")]
-        return read == ["345600", "345600"]
-
-    def restored(self) -> bool:
-        return self.settings() == self.before
-
-    def heat(self, celsius: float) -> None:
-        (self.root / "sys/class/thermal/thermal_zone1/temp").write_text(f"{celsius * 1000:.0f}\n")
-
-    def helper(self, **given: object) -> Helper:
-        return Helper(Clamp(self.root, self.state), self.socket, self.state, **given)  # type: ignore[arg-type]
 
 
 class Talk:
@@ -78,21 +44,6 @@ class Talk:
 
     def ask(self, request: Request, now_s: float = 0.0) -> Answer:
         return msgspec.json.decode(self.raw(msgspec.json.encode(request) + b"\n", now_s), type=Answer)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
-    yield made
-    for line in made.lines:
-        line.close()
-
-
-@pytest.fixture
-def helper(place: Place) -> Iterator[Helper]:
-    made = place.helper()
-    yield made
-    made.close()
 
 
 # -- one client -----------------------------------------------------------------------------------
@@ -337,84 +288,3 @@ def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
         Helper(Clamp(place.root, place.state), place.root / "proc/meminfo/s", place.state)
     with pytest.raises(JobError, match="no group 'no-such-group' here"):
         clockd.serve(place.root, place.socket, place.state, group="no-such-group")
-
-
-# -- real processes -------------------------------------------------------------------------------
-
-
-class Processes:
-    """A helper and clients of it, as commands."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        where = ("--root", str(self.place.root), "--socket", str(self.place.socket))
-        made = subprocess.Popen([sys.executable, "-m", "fedquilt.cli", "clocks", *words, *where])
-        self.started.append(made)
-        return made
-
-    def helper(self) -> subprocess.Popen[bytes]:
-        made = self.start("serve", "--state", str(self.place.state))
-        until(self.answers, "the helper answers")
-        return made
-
-    def answers(self) -> bool:
-        clocks = Clocks.connect(self.place.socket)
-        if clocks is None:
-            return False
-        clocks.close()
-        return True
-
-    def client(self) -> subprocess.Popen[bytes]:
-        made = self.start("hold", "cpu=345.6MHz")
-        until(self.place.held, "the client holds")
-        return made
-
-
-@pytest.fixture
-def processes(place: Place) -> Iterator[Processes]:
-    made = Processes(place)
-    yield made
-    for process in made.started:
-        process.kill()
-        process.wait()
-
-
-def test_a_client_that_is_killed_gives_the_clocks_back(processes: Processes):
-    """kill -9: it can do nothing about it itself."""
-    processes.helper()
-    processes.client().kill()
-    until(processes.place.restored, "the helper restores")
-
-
-def test_a_helper_that_is_killed_restores_at_its_next_start(processes: Processes):
-    """kill -9 of the helper: its client is told at once; the next helper finds the journal."""
-    helper = processes.helper()
-    client = processes.client()
-    helper.kill()
-    helper.wait()
-    assert client.wait(timeout=LIMIT_S) == 8
-    assert processes.place.held()
-    processes.helper()
-    until(processes.place.restored, "the next helper restores")
-    assert not (processes.place.state / "clocks.json").exists()
-
-
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_helper_that_is_stopped_restores_and_ends_well(processes: Processes, kind: int):
-    """As systemd, Ctrl-C and a closed terminal stop it."""
-    helper = processes.helper()
-    processes.client()
-    helper.send_signal(kind)
-    assert helper.wait(timeout=LIMIT_S) == 0
-    assert processes.place.restored()
-
-
-def test_the_helper_stays_small(processes: Processes):
-    """As anonymous memory: what is its own. A bare Python has some 5 MB."""
-    helper = processes.helper()
-    status = Path(f"/proc/{helper.pid}/status").read_text()
-    anonymous_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
-    assert 0 < anonymous_kib < 20_000

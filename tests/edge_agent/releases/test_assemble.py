@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plain
 import pytest
 from linear_models import board_data
 from one_agent import Board
@@ -40,12 +41,12 @@ def sent() -> bytes:
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     from fedquilt.models.networks import onnx_file
 
-    about = personal.About(job=JOB, method="fedrep", params={"network": NETWORK, "rank": 0})
+    task = plain.task(job=JOB, method="fedrep", params={"network": NETWORK, "rank": 0}, actions=("check",))
     bundles = {
         "own": {name: FIRST[name] for name in HEAD},
         "model": {name: array for name, array in FIRST.items() if name not in HEAD},
     }
-    return personal.encode(about, onnx_file.unfilled(NETWORK), bundles)
+    return personal.encode(task, onnx_file.unfilled(NETWORK), bundles)
 
 
 class Place:

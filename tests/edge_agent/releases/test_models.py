@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from linear_models import network
-from one_agent import Bench, Board
-from toy_kinds import release
-from waiting import alive, until
+from model_places import Place, short
 
-from fedquilt.core import BlobRef, ModelError
-from fedquilt.edge_agent.releases import hook
+from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import Models
-from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task.protocol import Outcome, Progressed
 from fedquilt.wire import Limits, Release
-
-
-class Place:
-    """A board's models, on time that the test moves on."""
-
-    def __init__(self, root: Path, **settings: Any) -> None:
-        self.now_s, self.blobs = 100.0, root / "blobs"
-        self.blobs.mkdir()
-        self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
-        self.checks, self.board = Bench(), Board()
-        self.models = Models(self.settings, self.board, self.checks, clock=lambda: self.now_s)
-        self.folder = self.models.folder
-
-    def release(self, serial: int, payload: bytes | None = None) -> tuple[Release, Path]:
-        payload = network(gain=serial) if payload is None else payload
-        sha256 = hashlib.sha256(payload).hexdigest()
-        (self.blobs / sha256).write_bytes(payload)
-        return release(serial, BlobRef(sha256=sha256, size=len(payload))), self.blobs / sha256
-
-    def put(self, serial: int) -> Release:
-        """Bring a release into use."""
-        wanted, blob = self.release(serial)
-        self.models.stage(wanted, blob)
-        self.models.swap(wanted)
-        return wanted
-
-    def served(self, **told: Any) -> None:
-        values = {"at": time.time(), "model": self.models.current(), "served": 0, "failed": 0, "labelled": 0}
-        (self.folder / "served.json").write_text(json.dumps({**values, **told}))
-
-    def names(self) -> list[str]:
-        return sorted(os.listdir(self.folder))
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
-
-
-def short(wanted: Release) -> str:
-    assert wanted.blob is not None
-    return wanted.blob.sha256[:16]
 
 
 @pytest.mark.parametrize("damage", ["[]", '{"model": 3}', "", None])
@@ -200,64 +150,6 @@ def test_a_check_that_never_ends_is_ended(place: Place) -> None:
     verdict = place.models.checked()
     assert verdict is not None
     assert verdict.refused == "its check did not come to an end: it was ended"
-
-
-# -- the hook -------------------------------------------------------------------------------------
-
-
-def told(place: Place, condition: Callable[[], bool] = lambda: True) -> str:
-    """What is wrong once the hook has come to its end."""
-    until(lambda: place.models.settled() and condition(), "the hook's end")
-    return place.models.ill()
-
-
-def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
-    """A return is an exchange too."""
-    log = tmp_path / "log"
-    command = ("sh", "-c", f'echo "$(readlink "$FEDQUILT_MODELS/current") $FEDQUILT_MODEL" >> {log}')
-    place = Place(tmp_path, hook=command)
-    first = place.put(1)
-    assert told(place) == ""
-    second = place.put(2)
-    assert told(place) == ""
-    place.models.back()
-    assert told(place) == ""
-    model = place.folder / "current/model.onnx"
-    assert log.read_text().splitlines() == [f"{short(each)} {model}" for each in (first, second, first)]
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (("sh", "-c", "echo starting; echo no such unit >&2; exit 4"), "the hook sh ended with code 4: no such unit"),
-        (("sh", "-c", "kill -9 $$"), "the hook sh died of SIGKILL"),
-        (("/nowhere/reload",), "the hook /nowhere/reload cannot be started: No such file or directory"),
-    ],
-)
-def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, ...], said: str) -> None:
-    place = Place(tmp_path, hook=command)
-    place.put(1)
-    assert told(place) == said
-
-
-def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    """The agent asks whether the hook runs, and waits for nothing."""
-    pid = tmp_path / "pid"
-    command = ("sh", "-c", f"sleep 1000 & echo $! > {pid}.part; mv {pid}.part {pid}; wait")
-    place = Place(tmp_path, hook=command, timeout_s=30.0)
-    place.put(1)
-    assert not place.models.settled()
-    assert place.models.ill() == ""
-    sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
-    place.now_s += 31.0
-    assert told(place) == "the hook sh hung: it was ended after 30 s"
-    until(lambda: not alive(sleeper), "the end of what it has started")
-
-
-def test_no_hook_is_no_matter() -> None:
-    none = hook.Hook((), 1.0)
-    none.start({})
-    assert (none.runs, none.failed) == (False, "")
 
 
 # -- the runner -----------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ def test_a_job_is_frozen() -> None:
         (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
         (lambda: fq.Fleet(0), r"\[fleet\]: devices = 0: a whole number of at least 1 is wanted"),
         (
-            lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], "more"),
-            r"\[fleet\]: 7 values, and there are 6 keys: devices",
+            lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
+            r"\[fleet\]: 8 values, and there are 7 keys: devices",
         ),
         (lambda: fq.Data("x.npz", partition="dirichlett"), r"\[data\]: .*did you mean 'dirichlet'\?"),
         (lambda: fq.Data(), r"\[data\]: one of path, sources, synthetic and dataset is wanted, not none"),

@@ -1,13 +1,14 @@
 """Many small blobs in one file: found again, dropped, their places taken anew, and whole after a kill."""
 
 import hashlib
+import struct
 from pathlib import Path
 
 import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.pack import Pack
+from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.core import BlobRef
@@ -50,6 +51,59 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
     again = Pack(str(tmp_path / "pack"), REAL)
     assert sorted(again.names()) == sorted([sha256(b"one"), sha256(b"four")])
     assert again.read(sha256(b"four")) == b"four"
+
+
+@pytest.mark.parametrize("byte", range(52))
+def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Path, byte: int) -> None:
+    """The slots behind it are found, and the pack goes on to take blobs."""
+    blobs = [b"first", b"second", b"third", b"fourth"]
+    filled(tmp_path / "pack", *blobs)
+    written = (tmp_path / "pack").read_bytes()
+    head = written.index(b"second") - 52
+    for bit in range(8):
+        damaged = bytearray(written)
+        damaged[head + byte] ^= 1 << bit
+        (tmp_path / "pack").write_bytes(damaged)
+        pack = Pack(str(tmp_path / "pack"), REAL)
+        assert pack.names() == [sha256(each) for each in blobs if each != b"second"]
+        pack.drop(sha256(b"third"))
+        for each in (b"newer", b"later", b"second"):
+            pack.name(sha256(each), pack.put(sha256(each), each), len(each))
+        again = Pack(str(tmp_path / "pack"), REAL)
+        kept = (b"first", b"fourth", b"newer", b"later", b"second")
+        assert {name: again.read(name) for name in again.names()} == {sha256(each): each for each in kept}
+
+
+def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None:
+    """Behind a damaged head slots are searched for, and a blob may hold anything."""
+    filled(tmp_path / "other", b"x" * 200)
+    faked = (tmp_path / "other").read_bytes()[:52]  # of a slot that would reach far into the next one
+    filled(tmp_path / "pack", faked + b"1", b"the next one", b"last" * 100)
+    damaged = bytearray((tmp_path / "pack").read_bytes())
+    damaged[0] ^= 1
+    (tmp_path / "pack").write_bytes(damaged)
+    pack = Pack(str(tmp_path / "pack"), REAL)
+    pack.name(sha256(b"y" * 200), pack.put(sha256(b"y" * 200), b"y" * 200), 200)
+    kept = (b"the next one", b"last" * 100, b"y" * 200)
+    assert {name: pack.read(name) for name in pack.names()} == {sha256(each): each for each in kept}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_pack_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path, torn: bool) -> None:
+    """Heads of digest and size alone; by this process, and by another that only looks for a blob."""
+    blobs = [b"first", b"torn", b"third"]
+    file, slots = tmp_path / "pack", [bytes.fromhex(sha256(each)) + struct.pack("<Q", len(each)) for each in blobs]
+    written = b"".join(head + each for head, each in zip(slots, blobs, strict=True))
+    file.write_bytes(written.replace(b"torn", b"to\0\0") if torn else written)
+    whole = [each for each in blobs if not torn or each != b"torn"]
+    assert all(copy_of(str(file), REAL, sha256(each)) == each for each in whole)
+    pack = Pack(str(file), REAL)
+    assert {name: pack.read(name) for name in pack.names()} == {sha256(each): each for each in whole}
+    pack.drop(sha256(b"third"))
+    pack.name(sha256(b"newer"), pack.put(sha256(b"newer"), b"newer"), 5)
+    again = Pack(str(file), REAL)
+    assert again.read(sha256(b"newer")) == b"newer"
+    assert again.read(sha256(b"first")) == b"first"
 
 
 def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from fedquilt import bundle, methods, onnx_fill, personal, tensors
+from fedquilt.blobs import chunks
 from fedquilt.cli import main, phased
 from fedquilt.coordinator import preflight, settings
 from fedquilt.coordinator.boards import Board
@@ -34,12 +35,12 @@ def graph(operator: str = "Relu") -> bytes:
     return bytes(model.SerializeToString())
 
 
-def ran(home: Path, method: str = "fedavg", status: str = "done") -> str:
+def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0) -> str:
     """Begin a run that has its first state; returns its id."""
     folder = home.with_name(f"{home.name}.bundle")
     first = numpy_engine.init(NETWORK, seed=0)
     bundle.write(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode(first)})
-    job = settings.parse({"name": "digits", "method": method})
+    job = settings.parse({"name": "digits", "method": method, "seed": seed})
     with Store(home) as store:
         id = store.add(job, folder)
         state = preflight.first_state(job, bundle.load(folder))
@@ -121,16 +122,18 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
 ) -> None:
     """The blob says whose parts belong to it, and has the network's graph without its numbers."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
-    run = ran(home, method)
+    run = ran(home, method, seed=7)
     assert main(["deploy", "digits", "--home", str(home)]) == 0
     assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
     with Store(home) as store:
         plan = store.rollouts.find(run).state.plan
         path = store.depot.path(plan.blob.sha256)  # type: ignore[union-attr]
     assert path is not None
-    about, parts = personal.about(path), personal.read(path)
-    assert about is not None
-    assert (about.job, about.method, about.params["network"]["name"]) == (run, method, "mlp")
+    task, parts = personal.task(path), personal.read(path)
+    assert task is not None
+    assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")
+    assert (task.actions, task.seed) == (("check",), 7)
+    assert task.bundles == {name: chunks.reference(tensors.encode(held)) for name, held in parts.bundles.items()}
     assert onnx_fill.lacks(parts.graph.data).keys() == numpy_engine.init(NETWORK, seed=0).keys()
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
+from certified import Certified
+from sealed_fleets import Fleet
 
 
 @pytest.fixture(params=["mosquitto", "embedded_broker"])
@@ -10,3 +14,21 @@ def url(request: pytest.FixtureRequest) -> str:
     """Each of the two brokers."""
     broker = request.getfixturevalue(request.param)
     return str(broker().url if request.param == "mosquitto" else broker.url)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Certified:
+    return Certified(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture
+def fleet(site: Certified, caplog: pytest.LogCaptureFixture) -> Fleet:
+    """A coordinator and two boards that have shaken hands."""
+    caplog.set_level(logging.INFO, "fedquilt.sealed")
+    made = Fleet(site)
+    made.join("a")
+    made.join("b")
+    made.run()
+    assert made.boards["a"].connected
+    assert made.boards["b"].connected
+    return made

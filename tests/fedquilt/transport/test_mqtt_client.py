@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import socket
+import threading
 
 import paho.mqtt
 import paho.mqtt.client as paho
 import pytest
 
 from fedquilt.transport import mqtt_client, packets
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 from fedquilt.transport.mqtt_client import Client
 
 REPLACED = ("_create_socket", "_packet_queue", "loop_read", "loop_write", "want_write")
@@ -59,3 +62,60 @@ def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
             client.loop_read()
             assert client._last_msg_in > 0
             assert client._last_bytes_received == client._last_msg_in
+
+
+def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
+    """One and a half times its length after the first write without effect; any byte that goes begins anew."""
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        client = Client(here, 4, "stuck")
+        client._sock = here
+        client.send("t", bytes(8 << 20), 0, False)
+        assert client.loop_write() == 0
+        assert client._blocked_s is not None
+        client._blocked_s -= 1.4 * client.keepalive
+        assert client.loop_write() == 0
+        there.recv(1 << 20)
+        assert client.loop_write() == 0
+        assert not client.unread
+        client._blocked_s -= 1.4 * client.keepalive
+        assert client.loop_write() == 0
+        client._blocked_s -= 0.2 * client.keepalive
+        assert client.loop_write() == paho.MQTT_ERR_KEEPALIVE
+        assert client.unread
+        assert client.socket() is None
+
+
+def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -> None:
+    """Messages keep coming meanwhile, so that paho's own keep-alive finds nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = MqttLink(Broker.parse(f"mqtt://127.0.0.1:{server.getsockname()[1]}"), "a")
+        taken: list[socket.socket] = []
+
+        def welcome() -> None:
+            taken.append(server.accept()[0])
+            taken[0].recv(4096)
+            taken[0].sendall(b"\x20\x03\x00\x00\x00")
+
+        broker = threading.Thread(target=welcome)
+        broker.start()
+        link.connect(60.0)
+        broker.join()
+        with taken[0]:
+            link.subscribe(["t"])
+            for _ in range(16):
+                link.publish("a", bytes(1 << 19), reliable=False)
+            while link._client is not None and link._client._blocked_s is None:
+                link.wait(0.1)
+            assert link._client is not None
+            assert link._client._blocked_s is not None
+            taken[0].sendall(packets.publish(5, 1, "t", b"payload", 0, False))
+            link.wait(60.0)
+            assert [message.payload for message in link.receive()] == [b"payload"]
+            assert link.connected
+            link._client._blocked_s -= 2 * link.broker.keepalive_s
+            link.wait(0.0)
+            assert not link.connected
+            assert link.problem == f"{link.broker} reads nothing any more: check the network, and the broker's load"
+        link.close()

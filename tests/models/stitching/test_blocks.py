@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from block_graphs import graphs_of, only, run, run_graph
 
 from fedquilt import graph_check
 from fedquilt.core import ModelError
@@ -57,7 +58,7 @@ def test_running_the_blocks_in_order_is_running_the_network(
     for part in parts:
         made = blocks.export(part)
         tiles[part.index] = max(len(stage) for stage in made)
-        x = _run(made, x, tmp_path)
+        x = run(made, x, tmp_path)
         assert x.shape[1:] == part.out_shape
     wide = {"torchvision/alexnet": 2, "torchvision/vgg16": 4}  # 13 and 4 rows to a tile
     assert tiles == {part.index: 1 for part in parts} | ({count - 1: wide[name]} if name in wide else {})
@@ -94,7 +95,7 @@ def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_ru
     with torch.no_grad():
         wanted = donor(torch.from_numpy(x)).numpy()
     for part in parts:
-        x = _run(blocks.export(part), x, tmp_path)
+        x = run(blocks.export(part), x, tmp_path)
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
@@ -110,7 +111,7 @@ def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
     graph = onnx_file.traced(donor, (3, 32, 32), "vit", "").SerializeToString()
     assert torch.backends.mha.get_fastpath_enabled()
     assert graph_check.of_bytes(graph).nodes > 50
-    found = _run_graph(blocks.Graph(graph, None, 0, 0), x.numpy(), tmp_path)
+    found = run_graph(blocks.Graph(graph, None, 0, 0), x.numpy(), tmp_path)
     np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
@@ -138,7 +139,7 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> N
     x = torch.randn(2, 3, 32, 32)
     y = x.numpy()
     for part in parts:
-        y = _run(blocks.export(part), y, tmp_path)
+        y = run(blocks.export(part), y, tmp_path)
     with torch.no_grad():
         np.testing.assert_allclose(y, donor(x), atol=1e-3)
 
@@ -167,7 +168,7 @@ def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path
     with torch.no_grad():
         wanted = donor(torch.from_numpy(x)).numpy()
     for part in parts:
-        x = _run(blocks.export(part), x, tmp_path)
+        x = run(blocks.export(part), x, tmp_path)
         assert x.shape[1:] == part.out_shape
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max())
     with pytest.raises(ModelError, match=r"no module 'layers\.9'"):
@@ -238,7 +239,7 @@ def test_a_donor_that_cannot_be_split_says_why(donor: nn.Module, shape: tuple, m
 def test_weights_lie_in_one_file_named_by_its_content() -> None:
     """The graph holds no large tensor, and calls the file by its sha256; a small block is all in the graph."""
     donors = (registry.load({"name": "plain", "channels": 1, "classes": 2, "width": width}) for width in (16, 4))
-    large, small = (_only(blocks.export(blocks.split(donor, "d", (1, 28, 28))[2])) for donor in donors)
+    large, small = (only(blocks.export(blocks.split(donor, "d", (1, 28, 28))[2])) for donor in donors)
     assert large.data is not None
     model = onnx.load_from_string(large.graph)
     external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
@@ -263,157 +264,15 @@ def test_exporting_twice_gives_the_same_bytes_that_old_runtimes_read(
         for _ in range(2)
     )
     assert first == again
-    for graph in _all(first):
+    for graph in graphs_of(first):
         model = onnx.load_from_string(graph.graph)
         assert (model.ir_version, [o.version for o in model.opset_import]) == (8, [17])
-
-
-class Product(nn.Module):
-    """A linear layer written out: x W + b."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights, self.bias = nn.Parameter(torch.randn(12, 7)), nn.Parameter(torch.randn(7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weights + self.bias
-
-
-class Around(nn.Module):
-    """What goes past a layer: its input is added to its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(12, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
-@pytest.mark.parametrize(
-    ("layers", "tiles", "most"),
-    [
-        ([nn.Linear(12, 7)], [1, 4], [0, 26]),
-        ([nn.Linear(12, 7, bias=False)], [1, 3], [0, 36]),
-        ([Product()], [1, 3, 1], [0, 36, 7]),
-        ([nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 9)], [1, 2, 1, 2], [0, 26, 0, 25]),
-        ([nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)], [1, 4, 1], [0, 26, 18]),
-        ([nn.Linear(12, 1), nn.ReLU(), nn.Linear(1, 19)], [1], [51]),
-    ],
-    ids=["linear", "no bias", "product", "two", "large then small", "just small enough"],
-)
-def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(
-    layers: list[nn.Module], tiles: list[int], most: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most 38 numbers of weights: 2 rows of 12 with their biases or 3 without, 5 of 4. `most`: a stage's largest."""
-    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 38)
-    end = _end(*layers)
-    made = blocks.export(end)
-    assert [len(stage) for stage in made] == tiles
-    assert [max(graph.weight_bytes for graph in stage) for stage in made] == [4 * number for number in most]
-    for graph in _all([made]):
-        onnx.checker.check_model(onnx.load_from_string(graph.graph), full_check=True)
-    for stage in made:
-        rows = [_facts(graph)[1][0] for graph in stage]
-        assert max(rows) - min(rows) <= 1
-    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
-    with torch.no_grad():
-        wanted = end.module(torch.from_numpy(x)).numpy()
-    assert end.out_shape == wanted.shape[1:]
-    np.testing.assert_allclose(_run(made, x, tmp_path), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [[Around(), nn.Linear(12, 2)], [nn.Unflatten(1, (3, 4)), nn.Linear(4, 7), nn.Flatten(), nn.Linear(21, 1)]],
-    ids=["something goes past", "several vectors per example"],
-)
-def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(
-    layers: list[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sum with the layer's own input needs both; tiles of maps (n, positions, channels) are no neighbours."""
-    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 27)
-    end = _end(*layers)
-    made = blocks.export(end)
-    assert _only(made).weight_bytes > 4 * 27
-    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
-    with torch.no_grad():
-        np.testing.assert_allclose(_run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
-
-
-def test_every_graph_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 pooled maps flattened, two tiles 12 -> 2, then ReLU and 4 -> 2; float32, weights with biases.
-
-    Alive at once: the maps and as many numbers flattened; 12 and 2; 4, 4 and 2 (the input is the caller's).
-    """
-    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
-    made = blocks.export(_end(nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2)))
-    assert [_facts(graph) for graph in _all([made])] == [
-        ([3, 2, 2], [12], 4 * 24, 0),
-        ([12], [2], 4 * 14, 4 * 26),
-        ([12], [2], 4 * 14, 4 * 26),
-        ([4], [2], 4 * 10, 4 * 10),
-    ]
-
-
-def test_a_row_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tiles of a row of 12 and its bias, although 5 numbers are allowed."""
-    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 5)
-    assert [[graph.weight_bytes for graph in stage] for stage in blocks.export(_end(nn.Linear(12, 2)))] == [
-        [0],
-        [52] * 2,
-    ]
-
-
-def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch writes equal tensors once, and biases often begin as zeros: that binds no graph to another."""
-    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
-    large, small = nn.Linear(12, 4), nn.Linear(4, 4)
-    for layer in (large, small):
-        nn.init.zeros_(layer.bias)
-    end = _end(large, nn.ReLU(), small)
-    made = blocks.export(end)
-    assert [[graph.weight_bytes for graph in stage] for stage in made] == [[0], [104, 104], [80]]
-    x = np.ones((2, 3, 2, 2), np.float32)
-    with torch.no_grad():
-        np.testing.assert_allclose(_run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
-
-
-def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not() -> None:
-    """Pool and flatten, 9216 -> 4096 (151 MB), ReLU, 4096 -> 4096 (67 MB), then ReLU and 4096 -> 1000 (16 MB)."""
-    made = blocks.export(blocks.split(registry.build({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1])
-    assert [len(stage) for stage in made] == [1, 5, 1, 3, 1]
-    assert max(graph.weight_bytes for graph in _all([made])) <= blocks.TILE_BYTES
 
 
 def _two_blocks() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3)
     )
-
-
-def _end(*layers: nn.Module) -> blocks.Block:
-    """The terminating block of a donor: 3 maps of 2 x 2, flattened, then these layers."""
-    torch.manual_seed(0)
-    donor = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(), *layers)
-    return blocks.split(donor, "d", (1, 2, 2), cuts=["0"])[-1]
-
-
-def _all(exported: Iterable[tuple[tuple[blocks.Graph, ...], ...]]) -> list[blocks.Graph]:
-    return [graph for stages in exported for stage in stages for graph in stage]
-
-
-def _only(stages: tuple[tuple[blocks.Graph, ...], ...]) -> blocks.Graph:
-    ((graph,),) = stages
-    return graph
-
-
-def _facts(graph: blocks.Graph) -> tuple[list[int], list[int], int, int]:
-    """Shapes of what comes in and goes out, and bytes of activations and of weights, as the graph says."""
-    model = onnx.load_from_string(graph.graph)
-    x, y = (value.type.tensor_type.shape.dim[1:] for value in (model.graph.input[0], model.graph.output[0]))
-    said = {prop.key: int(prop.value) for prop in model.metadata_props}
-    return [d.dim_value for d in x], [d.dim_value for d in y], said["activation_bytes"], said["weight_bytes"]
 
 
 def _lively(model: nn.Module) -> nn.Module:
@@ -431,23 +290,6 @@ def _lively(model: nn.Module) -> nn.Module:
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
             nn.init.uniform_(module.bias, -0.1, 0.1)
     return model.eval()
-
-
-def _run(stages: tuple[tuple[blocks.Graph, ...], ...], x: np.ndarray, folder: Path) -> np.ndarray:
-    for stage in stages:
-        x = np.concatenate([_run_graph(graph, x, folder) for graph in stage], axis=1)
-    return x
-
-
-def _run_graph(made: blocks.Graph, x: np.ndarray, folder: Path) -> np.ndarray:
-    path = folder / hashlib.sha256(made.graph).hexdigest()
-    path.write_bytes(made.graph)
-    if made.data is not None:
-        (folder / hashlib.sha256(made.data).hexdigest()).write_bytes(made.data)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
 
 
 @pytest.mark.parametrize(
@@ -489,4 +331,4 @@ def test_a_transformer_splits_before_each_of_its_layers(
     maps = np.random.default_rng(0).normal(size=(3, width, tokens)).astype(np.float32)
     with torch.no_grad():
         alone = parts[1].module(torch.from_numpy(maps)).numpy()
-    np.testing.assert_allclose(_run(made, maps, tmp_path), alone, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(run(made, maps, tmp_path), alone, atol=1e-4, rtol=1e-4)

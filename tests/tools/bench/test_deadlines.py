@@ -32,4 +32,9 @@ def test_the_result_has_a_row_for_each_rule_and_governor_and_reads_as_text(monke
     assert [row["deadline"] for row in result["training"]["table"]] == ["predicted", "energy"]
     shown = "\n".join(deadlines.lines(result))
     assert "waiting, predicted over paper" in shown
+    rows = {(row["governor"], row["deadline"]): row for row in result["table"]}
+    ours, theirs = rows["energy", "predicted"], rows["paper", "paper"]
+    judged = result["figures"]["joules a round, predicted and energy over paper's both"]
+    assert judged["value"] == pytest.approx(ours["joules"] / theirs["joules"], abs=1e-3)
+    assert f"governor energy over paper's both: {ours['waiting_s'] / theirs['waiting_s']:.2f} x" in shown
     assert "jetson-nano" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -92,3 +93,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shop: Path) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def site(tmp_path: Path, authority) -> Path:
+    """An operator's folder: the broker's CA, a board's certificate and key, a password."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    cert, key = authority.issue("orin-1")
+    for source, name in ((authority.ca, "ca.crt"), (cert, "orin-1.crt"), (key, "orin-1.key")):
+        shutil.copy(source, folder / name)
+    (folder / "pw").write_text("secret\n")
+    return folder

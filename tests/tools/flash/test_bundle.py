@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import stat
-import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 from boards import JETSON, wheel
+from flashed_sites import URL, exec_line, serving, told
 
 import command_lines
-from fedquilt import config, profiles
+from fedquilt import config
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools.flash import bundle, coordinator
-from fedquilt.tools.flash.bundle import Board, board
-from fedquilt.tools.flash.coordinator import Coordinator
+from fedquilt.tools.flash.bundle import Board
 
-URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
 ENROL = '[enrol]\nurl = "https://hub.site:8884"\n'
-
-
-@pytest.fixture
-def site(tmp_path: Path, authority) -> Path:
-    """An operator's folder: the broker's CA, a board's certificate and key, a password."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    cert, key = authority.issue("orin-1")
-    for source, name in ((authority.ca, "ca.crt"), (cert, "orin-1.crt"), (key, "orin-1.key")):
-        shutil.copy(source, folder / name)
-    (folder / "pw").write_text("secret\n")
-    return folder
-
-
-def told(site: Path, text: str, *given: object) -> Board:
-    (site / "agent.toml").write_text('device = "orin-1"\nhome = "agent-home"\n' + text)
-    return board(site / "agent.toml", *given)
 
 
 def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
@@ -154,193 +134,6 @@ def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
     (site / "token").write_text("t")
     with pytest.raises(JobError, match=r"under \[enrol\]"):
         told(site, URL, None, site / "token")
-
-
-# -- units ----------------------------------------------------------------------------------------
-
-
-def unit(board: Board, name: str = "fedquilt-agent.service") -> list[str]:
-    return bundle.units(board)[name].decode().splitlines()
-
-
-def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
-    """Without a budget, which is then half of the board's memory, three quarters."""
-    assert f"MemoryMax={10**9 + bundle.DAEMON_BYTES}" in unit(Board("d", {}, 10**9))
-    assert "MemoryMax=75%" in unit(Board("d", {}, None))
-
-
-def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
-    """Watts and degrees under [governor], and the profile by which watts are judged; nothing where nothing is set."""
-
-    def start(more: str) -> str:
-        path = tmp_path / "agent.toml"
-        path.write_text(f'device = "d"\nhome = "/h"\n{more}')
-        (line,) = (
-            each for each in unit(bundle.board(path), "fedquilt-clocks.service") if each.startswith("ExecStart=")
-        )
-        return line.partition("clocks serve ")[2]
-
-    assert start("") == "--group fedquilt"
-    assert start("[governor]\nmax_w = 12.5\nmax_c = 70") == "--group fedquilt --max-w 12.5 --hottest 70"
-    assert start("[governor]\nmax_c = 95") == "--group fedquilt"  # the helper's own limit is lower
-    shipped = start('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
-    assert shipped == "--group fedquilt --max-w 15 --profile jetson-orin-nx"
-    (tmp_path / "own.toml").write_bytes((Path(profiles.__file__).parent / "jetson-orin-nx.toml").read_bytes())
-    recorded = start('profile = "own.toml"\n[governor]\nmax_w = 15')
-    assert recorded == "--group fedquilt --max-w 15 --profile /etc/fedquilt/profile.toml"
-
-
-def test_secrets_reach_the_agent_as_credentials() -> None:
-    """None without one: systemd would look for it in vain."""
-    keyed = unit(Board("d", {"device.key": b"", "password": b""}, None))
-    assert "LoadCredential=device.key:/etc/fedquilt/device.key" in keyed
-    assert "LoadCredential=password:/etc/fedquilt/password" in keyed
-    (start,) = [line for line in keyed if line.startswith("ExecStart=")]
-    assert start.endswith("agent /etc/fedquilt/agent.toml --credentials ${CREDENTIALS_DIRECTORY}")
-    plain = unit(Board("d", {}, None))
-    assert not [line for line in plain if "redential" in line.split("=")[0] or "--credentials" in line]
-
-
-def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
-    """The unit for that is there for no other board; nowhere is a word left to fill in."""
-    enrols, other = Board("d", {"token": b""}, None, enrols=True), Board("d", {}, None)
-    assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
-    assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
-    assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
-    assert set(bundle.units(enrols)) - set(bundle.units(other)) == {"fedquilt-enrol.service", "fedquilt-enrol.timer"}
-    assert "ConditionPathExists" not in "\n".join(unit(other))
-    for text in (*bundle.units(enrols).values(), *bundle.units(other).values()):
-        assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND", b"@LIM") if word in text]
-
-
-def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> None:
-    """A user of its own answers with what lies in a folder that it and the agent may write; its packages come along."""
-    made = told(site, f'{URL}ca = "ca.crt"\n[models]\nserve = "127.0.0.1:8090"\n')
-    assert made.extras == ("identity", "images", "onnx")
-    units = bundle.units(made)
-    options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve-model.service"]) if word != "-v"])
-    assert (options["models"], options["http"]) == (Path(bundle.MODELS), "127.0.0.1:8090")
-    assert "User=fedquilt-runner" in unit(made, "fedquilt-serve-model.service")
-    assert f"PathExists={bundle.MODELS}/current" in unit(made, "fedquilt-serve-model.path")
-    for text in units.values():
-        assert not re.findall(rb"@[A-Z_]+@", text)
-    assert agents.parse(config.parse(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
-    assert f"ReadWritePaths=-{bundle.MODELS}" in unit(made)
-    (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS in line]
-    assert "install -d -o fedquilt -g fedquilt-runner -m 3770" in line
-    (rights,) = [one for one in unit(made, "fedquilt-setup.service") if one.startswith("CapabilityBoundingSet=")]
-    assert "CAP_FSETID" in rights  # without it the kernel drops the mode's 2, and no model would be its group's
-    assert not [name for name in bundle.units(told(site, URL)) if "model" in name]
-
-
-def test_the_agent_may_write_the_folder_of_models_that_its_owner_names(site: Path) -> None:
-    """It is made before the agent starts if it is not there; without one nothing more is writable."""
-    units = bundle.units(told(site, f'{URL}[models]\nfolder = "/srv/models/"\n'))
-    assert b"ReadWritePaths=-/srv/models\n" in units["fedquilt-agent.service"]
-    setup = units["fedquilt-setup.service"].decode()
-    assert "test -d /srv/models || install -d -o fedquilt -g fedquilt -m 0750 /srv/models'" in setup
-    assert "ReadWritePaths=-/srv\n" in setup
-    plain = bundle.units(told(site, URL))
-    assert b"ReadWritePaths" not in plain["fedquilt-agent.service"]
-    assert plain["fedquilt-setup.service"].count(b"ExecStart=") == 1
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ('folder = "models"', "whole path"),
-        ('folder = "/srv/my models"', "has no place"),
-        ('folder = "/srv/%i"', "has no place"),
-        ('folder = "/srv/$(reboot)"', "has no place"),
-        ('folder = "/home/me/models"', "the services see none there"),
-        ('folder = "/srv/../etc/cron.d"', "the services see none there"),
-        ('folder = "/models"', "the services see none there"),
-        ('serve = "127.0.0.1:8080"\nfolder = "/var/lib/fedquilt/models"', "may not enter"),
-        ('serve = "8080"', "is no address"),
-        ('serve = "0.0.0.0:8080"', "answers its own board alone"),
-        ('serve = "127.0.0.1 --listen-anywhere:8080"', "answers its own board alone"),
-    ],
-)
-def test_a_folder_or_address_that_no_unit_can_have_is_refused(site: Path, table: str, said: str) -> None:
-    with pytest.raises(JobError, match=rf"agent\.toml.*\[models\].*{said}|agent\.toml.*{said}"):
-        told(site, f"{URL}[models]\n{table}\n")
-
-
-def serving(site: Path, text: str = "") -> Coordinator:
-    """A coordinator's settings, read."""
-    files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
-    (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')
-    return coordinator.read(site / "coordinator.toml")
-
-
-def test_a_coordinator_s_places_of_blobs_are_options_of_its_service(site: Path) -> None:
-    made = serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\nurl = "https://hub.site:8443"\ns3 = "https://s.site/b"\n')
-    told = " ".join(made.serve)
-    assert "--blobs-http 0.0.0.0:8443 --blobs-url https://hub.site:8443 --blobs-s3 https://s.site/b" in told
-    with pytest.raises(JobError, match="--blobs-url"):
-        serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\n')
-    with pytest.raises(JobError, match=r"\[blobs\] s3"):
-        serving(site, '[blobs]\ns3 = "https://s.site/b $(id)"\n')
-
-
-@pytest.mark.parametrize("role", ["agent", "runner", "coordinator"])
-def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, role: str) -> None:
-    """Every directive is one, every value is understood; and no unit is more exposed than it says in docs/boards.md."""
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed: apt install systemd")
-    folder = tmp_path / "etc/systemd/system"
-    folder.mkdir(parents=True)
-    agent = Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
-    runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
-    made = bundle.units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
-    programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
-    for name in programs:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-    for name, text in made.items():
-        (folder / name).write_bytes(text)
-    for target in (
-        "multi-user",
-        "timers",
-        "paths",
-        "sysinit",
-        "basic",
-        "shutdown",
-        "local-fs",
-        "network",
-        "network-online",
-        "umount",
-        "time-sync",
-        "time-set",
-    ):
-        (folder / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
-    for slice in ("-", "system"):
-        (folder / f"{slice}.slice").write_text("[Unit]\nDefaultDependencies=no\n")
-    checked = subprocess.run(
-        ["systemd-analyze", "verify", f"--root={tmp_path}", "--man=no", *made], capture_output=True, text=True
-    )
-    complaints = [line for line in checked.stderr.splitlines() if "fedquilt" in line]
-    assert complaints == []
-    assert checked.returncode == 0, checked.stderr
-    for name in made:
-        if name.endswith(".service"):
-            rated = subprocess.run(
-                ["systemd-analyze", "security", "--offline=true", f"--root={tmp_path}", "--threshold=25", name],
-                capture_output=True,
-                text=True,
-            )
-            assert rated.returncode == 0, rated.stdout[-200:] + rated.stderr
-
-
-# -- a coordinator's machine ----------------------------------------------------------------------
-
-
-def exec_line(text: bytes) -> list[str]:
-    """The words of a unit's command behind the interpreter's."""
-    (line,) = [line for line in text.decode().splitlines() if line.startswith("ExecStart=")]
-    words = shlex.split(line)
-    return words[words.index("fedquilt.cli") + 1 :]
 
 
 def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:

@@ -2,85 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
+from simulated_fleets import HEAVY, Fleet, facts
 
-from fedquilt import methods, tensors
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Surveyed
-from fedquilt.coordinator.store import Store
-from fedquilt.core import Answer, Method, Site, Task
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt import tensors
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Declined, Ended, Surveyed
 from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing.toys import folder, job, learners, to_train
-from fedquilt.tools.simulation import Member, carriers, run
+from fedquilt.testing.toys import learners
+from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.pool import Pool, PoolError
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
-SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 FAST, SLOW = "jetson-agx-orin", "jetson-nano"
-HEAVY = 1e10  # FLOPs of an example: seconds on any board
-
-
-class Fleet:
-    """Runs of toy jobs in this process, each in a home of its own unless one is named."""
-
-    def __init__(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self.place, self._stack = place, stack
-        self.engine = NumpyEngine(1 << 40, base_bytes=0)
-        self._count = 0
-
-    def begin(
-        self,
-        name: str = "fedavg",
-        *,
-        devices: int = 3,
-        method: Method | None = None,
-        home: str = "",
-        flops: float = HEAVY,
-        members: Sequence[Member] = (),
-        make: Callable[[str], Any] = SimulatedDevice.named,
-        **table: Any,
-    ) -> tuple[Simulation, carriers.Hands]:
-        self._count += 1
-        made = to_train()
-        bundle = folder(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
-        load = methods.load if method is None else lambda name: method
-        given = list(members) or learners(devices, 13)
-        hands, held = carriers.in_process(given, load=load, engine=self.engine)
-        wanted = job(name, SMALL, **{"rounds": 2, **table})
-        place = self.place / (home or f"home-{self._count}")
-        simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
-        return self._stack.enter_context(simulation), hands
-
-    def played(self, *args: Any, **options: Any) -> Simulation:
-        simulation, hands = self.begin(*args, **options)
-        for _ in run.play([simulation], hands):
-            pass
-        return simulation
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with contextlib.ExitStack() as stack:
-        yield Fleet(tmp_path, stack)
-
-
-def facts(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
-    with Store(simulation.fleet.depot.folder.parent) as store:
-        found: list[AnyFact] = [fact for _, _, fact in store.facts(simulation.run)]
-    return [fact for fact in found if kind is None or isinstance(fact, kind)]
 
 
 def answered(simulation: Simulation) -> list[tuple[int, str]]:
@@ -222,84 +162,6 @@ def test_a_board_that_is_spent_is_left_alone(
     assert [number for number, device in answered(ended) if device == "dev-1"] == list(range(12))
     if code == "battery":  # nobody charges it
         assert took_part == list(range(len(took_part)))
-
-
-# -- private state --------------------------------------------------------------------------------
-
-
-def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
-    """ "local" whose devices count their tasks privately; the coordinator refuses one update."""
-    method = methods.load("local")
-
-    def work(task: Task, site: Site) -> Answer:
-        before = float(site.local["tasks"][0]) if site.local else 0.0
-        seen.append((task.round, site.device, bool(site.local)))
-        return Answer({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
-
-    def fold(state: Any, total: Any, update: Any) -> Any:
-        from fedquilt.core import UpdateError
-
-        if (update.round, update.device) == (number, device):
-            raise UpdateError("not this one")
-        return method.fold(state, total, update)
-
-    return replace(method, work=work, fold=fold)
-
-
-def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -> None:
-    """dev-1's second update is refused: at its third task it is where it was after its first."""
-    seen: list[tuple[int, str, bool]] = []
-    ended = fleet.played("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
-    assert [(fact.round, fact.device) for fact in facts(ended, Rejected)] == [(1, "dev-1")]
-    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, Answered)}
-    assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
-
-
-def leaving(seen: list[list[str]], work: Callable[[Task, Site], Answer]) -> Method:
-    """ "local" whose devices do this; notes which private tensors each task of dev-0 found."""
-
-    def noted(task: Task, site: Site) -> Answer:
-        if site.device == "dev-0":
-            seen.append(sorted(site.local))
-        return work(task, site)
-
-    return replace(methods.load("local"), work=noted)
-
-
-def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) -> None:
-    """Also not by the very name of the file that private state is written to; the next task finds it in its cache."""
-    seen: list[list[str]] = []
-    there: list[bool] = []
-
-    def caches(task: Task, site: Site) -> Answer:
-        there.append((site.cache / PRIVATE).exists())
-        (site.cache / PRIVATE).write_bytes(tensors.encode({"cached": np.ones(1)}))
-        return Answer({}, 1.0, {}, {})
-
-    fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
-    assert seen == [[], [], []]
-    assert there == [False, True, True]
-
-
-def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
-    """A thousand empty folders are made in the time of as many small trainings."""
-    ended = fleet.played(devices=2)
-    assert ended.status == "done"
-    assert not (ended.devices / "work").exists()
-
-
-def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
-    """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
-    seen: list[list[str]] = []
-
-    def fails_once(task: Task, site: Site) -> Answer:
-        if task.round == 0 and site.device == "dev-0":
-            return Answer({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
-        return Answer({}, 1.0, {}, {})
-
-    ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
-    assert [(fact.round, fact.device) for fact in facts(ended, Declined)] == [(0, "dev-0")]
-    assert seen == [[], [], []]
 
 
 # -- interrupted ----------------------------------------------------------------------------------

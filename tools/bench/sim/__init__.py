@@ -145,7 +145,7 @@ def _contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant
     """Those there are, and why others are not."""
     bare = (sys.executable, str(HERE / "bare.py"))
     found = [
-        Contestant("ours", "fedquilt", (sys.executable, "-m", "fedquilt.tools.bench.sim.ours"), processes),
+        Contestant("ours", "fedquilt", (sys.executable, str(HERE / "ours.py")), processes),
         Contestant("bare_n", f"bare loop, {processes} processes", bare, processes),
         Contestant("bare_1", "bare loop, 1 process", bare, 1),
     ]

@@ -1,4 +1,4 @@
-"""fedquilt's simulated fleet on a workload: `python -m fedquilt.tools.bench.sim.ours FOLDER WORKERS`."""
+"""fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS`."""
 
 from __future__ import annotations
 

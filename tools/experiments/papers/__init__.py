@@ -103,7 +103,7 @@ def run(
         say: takes lines about the progress.
 
     Raises:
-        JobError: a column is unknown, the table takes no data, or a run has failed.
+        JobError: a column is unknown, the table takes no data, or a run has failed that may not, or all have.
         FedquiltError: a bundle cannot be made.
     """
     if folder is not None and not table.takes_data:
@@ -119,7 +119,7 @@ def run(
         made = getattr(cells.module(table.code), found.run)(table.name, found, chosen, rounds, out, say)
         return {**made, "about": found.about}
     todo = cells.cells(found, table.code, str(table.file), chosen, rounds, wanted, out)
-    runs = cells.played_all([cell.case for cell in todo], out, say)
+    runs = cells.played_all([cell.case for cell in todo], out, say, may_fail=found.may_fail)
     return {**results.result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
 
 

@@ -223,14 +223,22 @@ def value_of(run: Run, name: str, target: float | None = None) -> Any:
     return getattr(marks[-1], key, None) if marks else None
 
 
-def played_all(todo: Sequence[Case], out: Path, say: Callable[[str], None]) -> dict[Case, Run]:
+def played_all(
+    todo: Sequence[Case], out: Path, say: Callable[[str], None], *, may_fail: bool = False
+) -> dict[Case, Run]:
     """Play all cases, as many at a time as there are cores; runs finished earlier are read from `out`/runs.
+
+    Args:
+        todo: all cases.
+        out: folder of finished runs.
+        say: takes lines about the progress; those that failed are among them.
+        may_fail: leave runs out that fail, unless all do.
 
     Raises:
         JobError: a run has failed; names it and the reason. The other runs are kept.
     """
     found, failed = compare.finished(todo, out, play, say, progress.LINE.at, abreast=True)
     progress.LINE.end()
-    if failed:
+    if failed and not (may_fail and found):
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     return found

@@ -113,6 +113,7 @@ class Grid(Struct, frozen=True):
     claims: tuple[Claim, ...] = ()
     pretrain: Pretrain | None = None
     together: bool = True  # train the devices of a small network in one graph
+    may_fail: bool = False  # a run that fails, as one whose model diverges, leaves its cell without that seed's value
     first: bool = False  # evaluate on the test set before the first round too, as the value "test@0"
     device: str = ""  # prefix of the devices' names, on which their random draws depend; "": names of their boards
     covers: tuple[str, ...] = ()  # methods whose pages name the table; (): those of its jobs

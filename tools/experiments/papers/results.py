@@ -25,7 +25,7 @@ def result(
         name: of the table.
         grid: the table.
         cells: the cells that were run.
-        runs: the run of each cell's case.
+        runs: the run of each cell's case; a run that failed is left out, and has no value.
         seeds: that were run, in the order of the values.
         rounds: as asked for; None: the grid's own, the only case in which claims are judged.
 
@@ -46,10 +46,10 @@ def result(
                 "runs": [],
             },
         )
-        run = runs[cell.case]
+        run = runs.get(cell.case)
         entry["runs"].append(msgspec.to_builtins(run))
         for key, values in entry["values"].items():
-            values.append(value_of(run, key, cell.target))
+            values.append(None if run is None else value_of(run, key, cell.target))
     judged = judgements(grid, found)
     return {
         "table": name,

@@ -178,6 +178,22 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: 
     assert len(list((tmp_path / "kept" / "runs").glob("*.json"))) == 2
 
 
+def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others have theirs; where all fail there is no table."""
+    large = '[rows.large]\njob.fleet.budgets = ["1MB"]\n'
+    own.write_text("may_fail = true\n" + OWN + large)
+    table = grid.tables(own)["own"]
+    result = papers.run(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
+    rows = result["columns"]["all"]
+    assert rows["large"]["values"]["test"] == [None]
+    assert rows["moves"]["values"]["test"] != [None]
+    own.write_text("may_fail = true\n" + OWN.replace("[job]", '[job]\nfleet.budgets = ["1MB"]', 1))
+    with pytest.raises(JobError, match="2 of 2 runs failed"):
+        papers.run(grid.tables(own)["own"], seeds=[4], columns=["all"], out=tmp_path / "kept")
+
+
 def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
     """Let every run of a table give this claim, and no runs."""
     figures = {"rounds saved": {"value": 1.0, "at_least": 2.0, "unit": "", "reached": reached}}

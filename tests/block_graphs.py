@@ -1,0 +1,43 @@
+"""Graphs of blocks, run by ONNX Runtime, for tests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="blocks are cut from torch networks")
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+
+from fedquilt.models.stitching import blocks  # noqa: E402
+
+
+def graphs_of(exported: Iterable[tuple[tuple[blocks.Graph, ...], ...]]) -> list[blocks.Graph]:
+    return [graph for stages in exported for stage in stages for graph in stage]
+
+
+def only(stages: tuple[tuple[blocks.Graph, ...], ...]) -> blocks.Graph:
+    ((graph,),) = stages
+    return graph
+
+
+def run(stages: tuple[tuple[blocks.Graph, ...], ...], x: np.ndarray, folder: Path) -> np.ndarray:
+    for stage in stages:
+        x = np.concatenate([run_graph(graph, x, folder) for graph in stage], axis=1)
+    return x
+
+
+def run_graph(made: blocks.Graph, x: np.ndarray, folder: Path) -> np.ndarray:
+    path = folder / hashlib.sha256(made.graph).hexdigest()
+    path.write_bytes(made.graph)
+    if made.data is not None:
+        (folder / hashlib.sha256(made.data).hexdigest()).write_bytes(made.data)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]

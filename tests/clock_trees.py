@@ -1,0 +1,39 @@
+"""A board's files that a clock helper works on."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.helper import Helper
+from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.testing.boards import plant
+
+POLICY = "sys/devices/system/cpu/cpufreq/policy0"
+
+
+class Place:
+    """A TX2 made of files, and where its helper keeps what it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.state, self.socket = folder / "root", folder / "state", folder / "run" / "s"
+        plant(self.root, "jetson-tx2", 4)
+        self.before = self.settings()
+        self.lines: list[socket.socket] = []
+
+    def settings(self) -> object:
+        return controls.discover(self.root).settings(None)
+
+    def held(self) -> bool:
+        read = [(self.root / POLICY / f"scaling_{limit}_freq").read_text().strip() for limit in ("min", "max")]
+        return read == ["345600", "345600"]
+
+    def restored(self) -> bool:
+        return self.settings() == self.before
+
+    def heat(self, celsius: float) -> None:
+        (self.root / "sys/class/thermal/thermal_zone1/temp").write_text(f"{celsius * 1000:.0f}\n")
+
+    def helper(self, **given: object) -> Helper:
+        return Helper(Clamp(self.root, self.state), self.socket, self.state, **given)  # type: ignore[arg-type]

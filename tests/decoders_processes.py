@@ -1,0 +1,112 @@
+"""Decoders of what processes of one board send each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from decoding import SHA, Decoder
+from wired import MESSAGES
+
+from fedquilt.core import (
+    BlobRef,
+)
+from fedquilt.edge_agent.clocks import client, helper
+from fedquilt.edge_agent.task import process, protocol
+
+
+def every(folder: Path) -> dict[str, Decoder]:
+    """The decoders by name.
+
+    Args:
+        folder: for files of theirs, which does not exist yet.
+    """
+    folder.mkdir()
+    task = next(message for message in MESSAGES if type(message).__name__ == "Task")
+    order = protocol.Order(
+        task=task, device="a", budget_bytes=1, data={}, bundles={}, private=None, cache="/c", out="/o"
+    )
+    outcome = protocol.Outcome(metrics={"loss": 0.5}, bundles={"model": BlobRef(sha256=SHA, size=3)}, reason="x")
+    child = _child()
+
+    def answered(payload: bytes) -> object:
+        return child(payload.replace(b"\n", b" ") + b"\n")
+
+    clock = client.Clock(
+        name="gpu", kind="gpu", listed_hz=(1e9,), low_hz=1e8, high_hz=1e9, now_hz=1e9, governor="performance"
+    )
+    status = client.Answer(status=client.Status(clocks=(clock,), mode="MAXN"))
+    held = msgspec.json.encode(client.Hold(point=client.OperatingPoint("p", 1e9, 1e9, 1e9)))
+    served = helper.Helper.__new__(helper.Helper)
+    served._now_s = served._heard_s = 0.0
+    served._decoder, served._holder, served._status = msgspec.json.Decoder(client.Request), None, lambda: None  # type: ignore[assignment,method-assign,return-value]
+
+    return {
+        "order": Decoder(
+            "edge_agent/task/main.py",
+            lambda payload: msgspec.json.decode(payload, type=protocol.Order),
+            (msgspec.MsgspecError, UnicodeDecodeError, RecursionError),  # its own daemon's, which it trusts
+            (msgspec.json.encode(order),),
+        ),
+        "answer of a task": Decoder(
+            "edge_agent/task/process.py",
+            answered,
+            (),
+            tuple(map(msgspec.json.encode, (outcome, protocol.Loaded(3), protocol.Progressed(0.5)))),
+        ),
+        "answer of the clock helper": Decoder(
+            "edge_agent/clocks/client.py",
+            _asked(folder),
+            (client.ClockError,),
+            (msgspec.json.encode(status),),
+            share=0.3,
+        ),
+        "request to the clock helper": Decoder(
+            "edge_agent/clocks/helper.py",
+            lambda payload: served._answer(None, payload),  # type: ignore[arg-type]
+            (),
+            (msgspec.json.encode(client.Ask()), msgspec.json.encode(client.Keepalive())),
+        ),
+        "hold of clocks": Decoder(
+            "edge_agent/clocks/helper.py",
+            lambda payload: served._decoder.decode(payload),
+            (msgspec.DecodeError, ValueError, RecursionError),  # that `_answer` takes
+            (held,),
+        ),
+    }
+
+
+def _child() -> Callable[[bytes], object]:
+    """What the daemon makes of a line that its task's process writes."""
+    child = process.Child.__new__(process.Child)
+    child._line = child._tail = child._unsent = b""
+    child.garbled, child._errors = False, None
+
+    def read(line: bytes) -> object:
+        out, into = os.pipe()
+        os.set_blocking(out, False)
+        os.write(into, line[: 1 << 15] if len(line) > 1 << 15 else line)
+        os.close(into)
+        child._answers = os.fdopen(out, "rb", buffering=0)
+        child._line = b""
+        return child.receive()
+
+    return read
+
+
+def _asked(folder: Path) -> Callable[[bytes], object]:
+    """What an agent makes of the clock helper's answer."""
+
+    def read(payload: bytes) -> object:
+        ours, theirs = socket.socketpair()
+        clocks = client.Clocks.__new__(client.Clocks)
+        clocks._line, clocks._path = ours, folder
+        clocks._decoder = msgspec.json.Decoder(client.Answer)
+        with ours, theirs:
+            theirs.sendall(payload[: 1 << 15].replace(b"\n", b" ") + b"\n")
+            return clocks._ask(client.Ask())
+
+    return read

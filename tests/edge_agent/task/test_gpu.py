@@ -1,0 +1,133 @@
+"""Memory of a GPU counts as the task's, and losses are read from it together. A stand-in plays torch's GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from children import Place, carried_out, child
+
+from fedquilt import tensors
+from fedquilt.core import Examples, Fit, UpdateError
+from fedquilt.edge_agent.engines import gpu, numpy_engine
+from fedquilt.edge_agent.task import main
+
+MB = 10**6
+
+
+@dataclass
+class Cuda:
+    """Counts as `torch.cuda` does: 8 GB, of which an allocator has reserved some."""
+
+    shared: bool
+    reserved: int = 0
+    most: int = 0
+    share: float = 1.0
+
+    def init(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
+
+    def get_device_properties(self, number: int) -> Any:
+        return SimpleNamespace(total_memory=8000 * MB, is_integrated=self.shared)
+
+    def set_per_process_memory_fraction(self, share: float, number: int) -> None:
+        self.share = share
+
+    def reset_peak_memory_stats(self, number: int) -> None:
+        self.most = self.reserved
+
+    def memory_reserved(self, number: int) -> int:
+        return self.reserved
+
+    def max_memory_reserved(self, number: int) -> int:
+        return self.most
+
+
+@pytest.mark.parametrize(("shared", "context"), [(True, 150 * MB), (False, 0)])
+def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool, context: int) -> None:
+    """The board had 1000 MB before and 850 MB after; a GPU with memory of its own takes none of the board's."""
+    left = iter([1000 * MB, 850 * MB])
+    cuda = Cuda(shared, reserved=20 * MB)
+    held = gpu.TorchMemory(cuda, lambda: next(left))
+    assert held.begin(2000 * MB) == context + 20 * MB
+    assert cuda.share == pytest.approx((2000 * MB - context) / (8000 * MB))
+    cuda.most = 300 * MB
+    assert held.peak_bytes() == context + 300 * MB
+
+
+def test_a_budget_below_the_processs_own_size_leaves_a_hundredth_of_the_gpu() -> None:
+    """A limit of 0 or less would be refused by torch, and the task fail with another error than that of memory."""
+    cuda = Cuda(shared=False)
+    gpu.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
+    assert cuda.share == pytest.approx(0.01)
+
+
+def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> None:
+    """The same order twice: with 300 MB on a GPU, its peak and its base are so much larger."""
+    cuda = Cuda(shared=False)
+
+    class Bench(main.Bench):
+        def engine(self, name: str, budget_bytes: int) -> Any:
+            made = super().engine(name, budget_bytes)
+            made.gpu = gpu.TorchMemory(cuda, lambda: 0)
+            cuda.reserved = 40 * MB
+            made.train, train = (
+                lambda *given, **more: (setattr(cuda, "most", 300 * MB), train(*given, **more))[1],
+                made.train,
+            )
+            return made
+
+    plain = main.carry_out(place.order(), main.Bench(), own_process=True)
+    beside = main.carry_out(place.order(), Bench(), own_process=True)
+    assert (plain.code, beside.code) == ("ok", "ok")
+    assert plain.base_bytes is not None and plain.peak_bytes is not None  # noqa: PT018
+    assert beside.base_bytes is not None and beside.peak_bytes is not None  # noqa: PT018
+    assert beside.base_bytes - plain.base_bytes == pytest.approx(40 * MB, abs=30 * MB)
+    assert beside.peak_bytes - plain.peak_bytes == pytest.approx(300 * MB, abs=30 * MB)
+
+
+def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
+    """The driver gives every later call of such a process the same error."""
+    with child(place.command()) as worker:
+        failed = carried_out(worker, place.order("astray"))
+        assert (failed.code, "CUDA error: an illegal memory access" in failed.reason) == ("failed", True)
+        assert carried_out(worker, place.order()).code == "ok"
+
+
+def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """23 examples in mini-batches of 4, twice: 12 steps, read one by one and five at a time; same bits, same loss."""
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+    start, draws = numpy_engine.init(network, 0), np.random.default_rng(0)
+    examples = Examples(draws.random((23, 4), np.float32), np.arange(23) % 2)
+
+    def trained(lr: float = 0.1) -> Any:
+        return module.TorchEngine(1 << 40).train(
+            network, start, examples, Fit(epochs=2, batch=4, lr=lr), tensors.rng(1)
+        )
+
+    singly = trained()
+    monkeypatch.setitem(module.READ_AT_ONCE, "cpu", 5)
+    together = trained()
+    assert singly[1] == together[1]
+    assert all(np.array_equal(singly[0][name], together[0][name]) for name in start)
+    with pytest.raises(UpdateError, match="step"):
+        trained(lr=1e30)
+
+
+def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place: Place) -> None:
+    """The agent's log and the coordinator's have it; every later round would repeat it."""
+
+    class Bench(main.Bench):
+        def engine(self, name: str, budget_bytes: int) -> Any:
+            fresh = self._engine is None
+            made = super().engine(name, budget_bytes)
+            made.note = "it runs on the processor" if fresh else made.note
+            return made
+
+    bench = Bench()
+    assert [main.carry_out(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]

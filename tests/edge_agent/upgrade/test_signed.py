@@ -1,0 +1,137 @@
+"""Versions that the fleet's authority has signed: which are believed, and in what order."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import upgrades
+from certified import of_another_version
+from upgrade_boards import Board
+
+from fedquilt.core import JobError
+from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.upgrade import archive, build, launch
+from fedquilt.edge_agent.upgrade.kind import AgentKind, launched
+from fedquilt.edge_agent.upgrade.launch import Choice
+from fedquilt.tools.identity.authority import Authority
+
+
+def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    """A board believes the certificate that it has: a signature by another authority or of other bytes is refused."""
+    ours, theirs = (Authority.create(tmp_path / name, name, time.time()) for name in ("ours", "theirs"))
+    board = Board(tmp_path, unsigned=False)
+    board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
+    board.start()
+    assert board.verdict(bundle(sign=ours.sign_upgrade)) == Verdict("", {})
+    assert "is not of the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refused
+    assert "the bundle is not signed" in board.verdict(bundle("2")).refused
+    assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refused
+    signature = ours.sign_upgrade(b"another manifest")
+    assert "is not of the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refused
+
+
+class Signed(Board):
+    """A board of a fleet with an authority, which keeps the versions that it is sent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority.create(folder / "ours", "ours", time.time())
+        super().__init__(folder, unsigned=False)
+        self.table["broker"] = {"ca": str(folder / "ours/ca.crt")}
+        self.start()
+
+    def keep(self, file: Path) -> str:
+        """Take a version, which then holds."""
+        new = self.take(file)
+        assert self.kind.ill() == ""
+        self.kind.drop()
+        assert (choice := launch.read(self.versions)) is not None
+        assert (choice.current, choice.trying) == (new, False)
+        return new
+
+
+def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    """Also after a return to what ran before, and a restart; the latest itself, and newer ones, are taken."""
+    board = Signed(tmp_path)
+    sign = board.authority.sign_upgrade
+    first, second, third = (bundle(f"{number}", sign=sign, number=number) for number in (1, 2, 3))
+    unnumbered = bundle("0", sign=sign)
+    board.keep(first)
+    board.keep(second)
+    said = board.verdict(first).refused
+    assert "has the authority's number 1, and this board has kept number 2" in said
+    assert "make and sign its bundle anew" in said
+    assert "number 0" in board.verdict(unnumbered).refused
+    assert board.kind.back()
+    board.start()
+    board.kind.drop()
+    assert (choice := launch.read(board.versions)) is not None
+    assert choice.current == hashlib.sha256(first.read_bytes()).hexdigest()
+    assert "has kept number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refused
+    board.keep(second)
+    board.keep(third)
+    (board.versions / "newest").write_bytes(b"\xff damaged")
+    assert "has kept number 3" in board.verdict(second).refused
+
+
+def test_a_version_that_did_not_hold_makes_none_old(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    """A bundle signed before one whose trial failed is still to be had."""
+    board = Signed(tmp_path)
+    sign = board.authority.sign_upgrade
+    board.keep(bundle("1", sign=sign, number=1))
+    board.take(bundle("3", sign=sign, number=3))
+    assert board.kind.back()
+    board.start()
+    board.kind.drop()
+    board.keep(bundle("2", sign=sign, number=2))
+
+
+def test_killed_as_a_version_is_kept_its_number_is_known(
+    tmp_path: Path, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number is on disk before choice.json says that the trial is over."""
+    board = Signed(tmp_path)
+    sign = board.authority.sign_upgrade
+    old = bundle("1", sign=sign, number=1)
+    board.take(bundle("2", sign=sign, number=2))
+    assert board.kind.ill() == ""
+
+    def killed(kind: AgentKind, choice: Choice) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AgentKind, "_choose", killed)
+    with pytest.raises(KeyboardInterrupt):
+        board.kind.drop()
+    monkeypatch.undo()
+    board.start()
+    assert "has kept number 2" in board.verdict(old).refused
+
+
+def test_the_authority_numbers_what_it_signs(tmp_path: Path) -> None:
+    """Each greater than the one before, whatever the clock says, also in a folder that was put back from a copy."""
+    made = Authority.create(tmp_path / "ours", "ours", time.time())
+    assert [made.next_upgrade(now_s) for now_s in (1000.0, 1000.0, 7.0, 2000.0)] == [1000, 1001, 1002, 2000]
+    (tmp_path / "ours" / "upgrades").unlink()
+    assert Authority(tmp_path / "ours").next_upgrade(3000.0) == 3000
+
+
+def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
+    ours = Authority.create(tmp_path / "ours", "ours", time.time())
+    (tmp_path / "odd.crt").write_text(of_another_version((tmp_path / "ours/ca.crt").read_text()))
+    file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
+    with archive.opened(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
+        build.trusted(opened, str(tmp_path / "odd.crt"), unsigned=False)
+
+
+def test_what_the_launcher_says_may_be_damaged() -> None:
+    """An environment variable, which may hold any bytes, tells the agent of its launcher."""
+    for said in ("", "{}", "\udcff", "[" * 100_000):
+        assert launched({launch.LAUNCHED: said}) is None
+
+
+def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:
+    board = Board(tmp_path, unsigned=False)
+    assert "write unsigned = true under [upgrade]" in board.verdict(bundle()).refused

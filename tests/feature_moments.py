@@ -1,0 +1,25 @@
+"""Features of classes, and the moments that a device sends of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedquilt.models.stitching import class_moments
+
+CLASSES = 4
+
+
+def data(n: int = 300, d: int = 12, seed: int = 0, classes: int = CLASSES) -> tuple[np.ndarray, np.ndarray]:
+    """Correlated features around a mean far from 0, which differ by class, and the classes."""
+    draws = np.random.default_rng(seed)
+    y = draws.integers(0, classes, n)
+    mixing = draws.normal(size=(d, d)) / np.sqrt(d)
+    z = draws.normal(size=(n, d)) @ mixing + draws.normal(size=(classes, d))[y] + 1000 * draws.uniform(size=d)
+    return z, y
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def sent() -> dict[str, np.ndarray]:
+    return class_moments.to_tensors(class_moments.part(*data(40), CLASSES))

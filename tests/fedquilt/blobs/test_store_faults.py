@@ -1,0 +1,177 @@
+"""A depot on disks that are full, damaged or killed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from depot_blobs import BLOB, REF, cut, names
+
+from fedquilt.blobs.store import Depot
+from fedquilt.core import StoreError
+from fedquilt.disk import Disk
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """A file stands where the folder should be; a folder has gone."""
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(StoreError, match=r"cannot make the folder in .*taken"):
+        Depot(tmp_path / "taken")
+    depot = Depot(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StoreError, match=r"cannot store blob .* in .*gone"):
+        depot.put(b"x")
+
+
+def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: multiprocessing.SimpleQueue[str]) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    depot = Depot(folder)
+    for attempt in (lambda: depot.put(BLOB), lambda: depot.resume(cut())):
+        try:
+            attempt()
+            results.put("stored")
+        except StoreError as error:
+            results.put(str(error))
+
+
+def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path: Path) -> None:
+    """The kernel refuses to write beyond 10,000 bytes, as a full disk would."""
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
+    child = context.Process(target=_store_on_a_disk_of, args=(10_000, tmp_path, results))
+    child.start()
+    child.join(30)
+    assert "cannot store blob" in results.get()
+    assert "cannot receive blob" in results.get()
+    assert not Depot(tmp_path).has(REF)
+    assert not any(name.endswith(".tmp") for name in names(tmp_path))
+
+
+def _store_for_ever(folder: Path, ready: multiprocessing.SimpleQueue[int]) -> None:
+    depot = Depot(folder)
+    for number in range(1 << 30):
+        depot.put(number.to_bytes(4, "big") * 50_000)
+        if number == 3:
+            ready.put(number)
+
+
+def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
+    """A process that stores without end is killed at some moment, several times."""
+    context = multiprocessing.get_context("fork")
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        ready: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+        child = context.Process(target=_store_for_ever, args=(folder, ready))
+        child.start()
+        ready.get()
+        child.kill()
+        child.join(30)
+        whole = [name for name in names(folder) if "." not in name]
+        assert len(whole) >= 4
+        assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == name for name in whole)
+
+
+def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whatever it is asked for; the damaged file is kept aside for a day."""
+    payload = bytes(1000)
+    for ask in (
+        lambda depot, ref: depot.load(ref.sha256),
+        lambda depot, ref: depot.path(ref.sha256),
+        lambda depot, ref: depot.has(ref) or None,
+    ):
+        ref = Depot(tmp_path).put(payload)
+        (tmp_path / ref.sha256).write_bytes(payload[:-1] + b"\1")
+        depot = Depot(tmp_path)
+        assert ask(depot, ref) is None
+        assert (tmp_path / f"{ref.sha256}.damaged").is_file()
+        assert depot.put(payload) == ref
+        assert ask(depot, ref) is not None
+    assert caplog.text.count("is damaged: its bytes are not those it was stored with") == 3
+    Depot(tmp_path, lambda: time.time() + 2 * 86400).keep({ref.sha256})
+    assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
+
+
+def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
+    """Whoever has its bytes mends it."""
+    payload = b"x" * 100
+    ref = Depot(tmp_path).put(payload)
+    (tmp_path / ref.sha256).write_bytes(b"y" * 100)
+    assert Depot(tmp_path).put(payload) == ref
+    assert Depot(tmp_path).load(ref.sha256) == payload
+
+
+def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A use of it changes nothing; after an hour, a change or a doubt it is hashed again."""
+    hashed: list[str] = []
+    digest = Disk.digest
+    monkeypatch.setattr(Disk, "digest", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
+    ref = Depot(tmp_path).put(b"x" * 100)
+    depot = Depot(tmp_path)
+    for _ in range(3):
+        assert depot.has(ref)
+        depot.touch(ref.sha256)
+    assert len(hashed) == 1
+    depot.doubt()
+    assert depot.has(ref)
+    now_s = time.monotonic() + 3601.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    assert depot.has(ref)
+    os.utime(tmp_path / ref.sha256, (5, 5))
+    assert depot.has(ref)
+    assert len(hashed) == 4
+
+
+@pytest.mark.parametrize("opens", [Depot.load, Depot.file, Depot.path])
+def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(
+    tmp_path: Path, opens: Callable[[Depot, str], object]
+) -> None:
+    """By the same process, though the file has kept its time, its size and its inode."""
+    depot = Depot(tmp_path)
+    ref = depot.put(b"x" * 100)
+    assert opens(depot, ref.sha256) is not None
+    before = (tmp_path / ref.sha256).stat()
+    with (tmp_path / ref.sha256).open("r+b") as file:
+        file.write(b"y")
+    os.utime(tmp_path / ref.sha256, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert opens(depot, ref.sha256) is None
+    assert not depot.has(ref)
+    depot.put(b"x" * 100)
+    assert opens(depot, ref.sha256) is not None
+
+
+@pytest.mark.parametrize("opens", [Depot.load, Depot.file, Depot.path])
+def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[Depot, str], object]
+) -> None:
+    """The file is there when it is looked at, and cannot be read a moment later."""
+    depot = Depot(tmp_path)
+    ref = depot.put(b"x" * 100)
+    with monkeypatch.context() as patch:
+        for name in ("read", "pieces"):
+            patch.setattr(Disk, name, raising(OSError(errno.EIO, os.strerror(errno.EIO))))
+        with pytest.raises(StoreError, match=f"cannot read blob {ref.sha256[:12]} in .*: Input/output error"):
+            opens(depot, ref.sha256)
+        for name in ("read", "pieces"):
+            patch.setattr(Disk, name, raising(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+        assert opens(depot, ref.sha256) is None
+    assert opens(depot, ref.sha256) is not None
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def called(*args: object) -> None:
+        raise error
+
+    return called

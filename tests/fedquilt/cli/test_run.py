@@ -1,0 +1,62 @@
+"""`fedquilt resume`, and so `run`, as a coordinator with places of blobs beside the broker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.store import Store
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """A stopped run in the home `tmp_path`."""
+    with Store(tmp_path) as store:
+        id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        store.set_status(id, "stopped")
+    return id
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--blobs-http", "0.0.0.0:8443"), "by --blobs-url"),
+        (("--blobs-http", "nowhere"), "nowhere"),
+        (("--blobs-s3", "https://store.site/bucket?region=x"), "AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_a_wrong_place_of_blobs_is_refused_by_name(
+    tmp_path: Path,
+    run: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[str, ...],
+    said: str,
+) -> None:
+    """No broker is asked for."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    assert main(["resume", run, "--home", str(tmp_path), *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: Path, run: str) -> None:
+    """The run is followed all the same: the coordinator that serves the home carries it out."""
+    program = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    words = ["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"]
+    with Store(tmp_path) as serving:
+        assert serving.lock()
+        follower = subprocess.Popen([sys.executable, "-uc", program, *words], stdout=subprocess.PIPE, text=True)
+        try:
+            assert follower.stdout is not None
+            said = [follower.stdout.readline() for _ in range(2)]
+        finally:
+            follower.kill()
+            follower.communicate()
+        assert said[0].startswith(run)
+        assert said[1].startswith(f"--blobs-http has no effect: a coordinator serves {tmp_path}")
+        assert serving.status(run) == "running"

@@ -1,0 +1,161 @@
+"""States of methods as bytes: packed, read back, and refused where damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_states import FUZZ, STATE, Inner, State, same_bits
+
+from fedquilt import tensors
+from fedquilt.core import StoreError
+
+
+def test_a_nested_state_comes_back_equal_in_every_bit() -> None:
+    """Arrays of all kinds in mappings in dataclasses in tuples; scalars; integer keys; a missing array."""
+    assert same_bits(tensors.unpack(tensors.pack(STATE), State), STATE)
+
+
+def test_packing_a_state_twice_gives_the_same_bytes() -> None:
+    """Also after it was stored and read: a resumed run continues under the same names."""
+    packed = tensors.pack(STATE)
+    assert tensors.pack(STATE) == packed
+    assert tensors.pack(tensors.unpack(packed, State)) == packed
+
+
+def test_a_state_of_another_type_is_refused() -> None:
+    """After an update of the program, say."""
+    with pytest.raises(StoreError, match="not a stored Inner"):
+        tensors.unpack(tensors.pack(STATE), Inner)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a later version of the program may know of `Chosen`."""
+
+    name: str
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """As an earlier version stored it."""
+
+    name: str
+    head: np.ndarray
+
+
+@dataclass(frozen=True)
+class Chooses:
+    found: Mapping[int, tuple[Choice, ...]]
+
+
+@dataclass(frozen=True)
+class Chose:
+    found: Mapping[int, tuple[Chosen, ...]]
+
+
+def test_a_state_with_a_field_that_is_not_known_is_refused() -> None:
+    """An earlier version wrote it: without its head the network would be another one, and nobody would notice."""
+    old = Chose({7: (Chosen("a", np.ones(2)),)})
+    with pytest.raises(StoreError, match=r"Chooses\.found\['7'\]\[0\] holds head: .* another version of fedquilt"):
+        tensors.unpack(tensors.pack(old), Chooses)
+    own = Chooses({7: (Choice("a", 0.5),)})
+    assert tensors.unpack(tensors.pack(own), Chooses) == own
+
+
+def test_a_state_may_not_hold_what_cannot_be_stored() -> None:
+    """The method's author is told at once, not at the first restart."""
+    with pytest.raises(TypeError, match="may not hold a range"):
+        tensors.pack(State({}, (), {}, range(3)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What numpy's arithmetic leaves behind: scalars where there were arrays without axes."""
+
+    model: dict[str, np.ndarray]
+    moments: tuple[dict[str, np.ndarray], ...]
+    best: np.ndarray | None
+    mean: float
+    count: int
+    facts: dict[str, Any]
+
+
+def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> None:
+    """`np.maximum` and `+` make scalars of them; what is annotated as an array is one again, in its own type."""
+    counter, gain = np.array(7), np.array(0.1, np.float32)
+    state = Arithmetic(
+        {"seen": np.maximum(counter, counter), "gain": gain + gain, "w": np.ones(2, np.float16)},
+        ({"double": gain.astype(np.float64) * 3},),
+        gain * 2,
+        np.float64(0.1),
+        np.int64(3),  # type: ignore[arg-type]
+        {"lr": np.float32(0.5)},
+    )
+    assert not isinstance(state.model["seen"], np.ndarray)
+    found = tensors.unpack(tensors.pack(state), Arithmetic)
+    for name, array in {**found.model, **found.moments[0], "best": found.best}.items():
+        assert isinstance(array, np.ndarray), name
+    wanted = {"seen": np.array(7), "gain": np.array(0.2, np.float32), "w": np.ones(2, np.float16)}
+    assert same_bits(found.model, wanted)
+    assert same_bits(found.moments[0]["double"], np.array(gain.astype(np.float64) * 3))
+    assert found.best is not None
+    assert same_bits(found.best, np.array(0.2, np.float32))
+    assert (found.mean, found.count, found.facts) == (0.1, 3, {"lr": 0.5})
+
+
+def test_combined_arrays_without_axes_are_arrays() -> None:
+    """A function of two arrays of shape () gives a numpy scalar, `combine` an array."""
+    one = {"seen": np.array(3), "gain": np.array(0.5, np.float32)}
+    found = tensors.combine(np.maximum, one, {"seen": np.array(4), "gain": np.array(0.25, np.float32)})
+    assert same_bits(dict(found), {"seen": np.array(4), "gain": np.array(0.5, np.float32)})
+
+
+def test_a_number_where_an_array_is_annotated_is_told_where_it_stands() -> None:
+    """It would be stored, and not be read back."""
+    with pytest.raises(
+        TypeError, match=r"State\.layers\[0\]\.weights\['a'\] is annotated as an array and holds a float"
+    ):
+        tensors.pack(State({}, (Inner({"a": 1.0}, (1, 2)),), {}, ""))  # type: ignore[dict-item]
+
+
+STATE_JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | st.just({"$array": 0}) | st.just({"$array": 9}),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "$array", "1"]), inner),
+    max_leaves=4,
+)
+
+
+def unpacks_or_refuses(payload: bytes) -> None:
+    with suppress(StoreError):
+        assert isinstance(tensors.unpack(payload, State), State)
+
+
+@FUZZ
+@given(st.fixed_dictionaries(dict.fromkeys(("model", "layers", "by_round", "name", "best"), STATE_JSON)))
+def test_stored_states_that_are_damaged_give_only_the_named_error(fields: dict[str, Any]) -> None:
+    """Any JSON in any field; references to arrays that are not there."""
+    unpacks_or_refuses(tensors.encode({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
+
+
+@FUZZ
+@given(st.binary(max_size=60), st.data())
+def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
+    """Noise, and a valid state with a few bytes replaced."""
+    unpacks_or_refuses(noise)
+    valid = tensors.pack(STATE)
+    place = data.draw(st.integers(0, len(valid)))
+    unpacks_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
+
+
+def test_bottomless_states_give_the_named_error() -> None:
+    """Nesting deeper than the interpreter's stack."""
+    unpacks_or_refuses(tensors.encode({}, {"state": "[" * 100_000}))

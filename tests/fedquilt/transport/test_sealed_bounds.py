@@ -1,0 +1,151 @@
+"""Bounds of a signed link: floods, late packets and made-up names cost it little time and memory."""
+
+from __future__ import annotations
+
+import pytest
+from sealed_fleets import CLAIM, Fleet, down, up
+
+from fedquilt import wire
+from fedquilt.transport import envelope, sealed, sealed_fleet
+from fedquilt.transport.handshake import Session
+from fedquilt.transport.sealed_fleet import BURST
+
+
+def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is one of a board that has another session, as after a restart of either side, and before there is any."""
+
+    def told(topic: str, payload: bytes) -> str:
+        caplog.clear()
+        fleet.mallory.publish(topic, payload)
+        fleet.run(0.1)
+        (record,) = (each for each in caplog.records if "stale: " in each.getMessage())
+        return record.levelname
+
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.link.publish(down("a"), CLAIM)
+    fleet.run()
+    own, sent = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    fleet.broker.change = lambda topic, payload: None if topic.endswith("up/hello") else payload
+    fleet.coordinate()
+    fleet.run(3.0)
+    assert told(up("a"), own) == "INFO"  # no board has a session with this coordinator yet
+    fleet.broker.change = lambda topic, payload: payload
+    fleet.run(60.0)
+    assert fleet.boards["a"].connected
+    assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.link.publish(down("a"), CLAIM)
+    fleet.run()
+    own, sent = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))  # it asks for another session
+    fleet.run(6.0)
+    assert told(down("a"), sent) == told(up("a"), own) == "INFO"
+    fleet.run(sealed.LATE_S)
+    assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
+    assert fleet.payloads("coordinator")[1:] == []
+
+
+def test_what_is_larger_than_any_message_is_not_even_hashed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker may carry a megabyte; a manifest has a quarter of one at most."""
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.run()
+    monkeypatch.setattr(Session, "require", None)
+    fleet.mallory.publish(up("a"), fleet.broker.of(up("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100)))
+    fleet.run()
+    assert fleet.payloads("coordinator") == [CLAIM]
+
+
+def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet: Fleet) -> None:
+    """Of one board it answers one in a while; of all together so many at once and so many a second."""
+    first = next(payload for payload in fleet.broker.of(up("a", "hello")) if b'"flight":0' in payload)
+    before = len(fleet.broker.of(down("a", "hello")))
+    for _ in range(100):
+        fleet.mallory.publish(up("a", "hello"), first)
+    fleet.run()
+    assert len(fleet.broker.of(down("a", "hello"))) - before <= 1
+    count = 1500
+    for index in range(count):
+        fleet.mallory.publish(up(f"x{index}", "hello"), first)
+    fleet.run()
+    answered = sum(bool(fleet.broker.of(down(f"x{index}", "hello"))) for index in range(count))
+    assert 900 < answered <= BURST + 10
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.run()
+    assert fleet.payloads("coordinator") == [CLAIM]
+
+
+def test_a_last_will_counts_for_the_start_that_it_names(fleet: Fleet) -> None:
+    """It is the only thing of a board in no envelope: the broker has it from before there was a session."""
+    will = wire.encode(wire.Presence(online=False, boot="1"))
+    fleet.mallory.publish(up("a", "presence"), will)
+    fleet.mallory.publish(up("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
+    fleet.run()
+    assert fleet.heard["coordinator"] == []
+    fleet.boards["a"].publish(up("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
+    fleet.mallory.publish(up("a", "presence"), wire.encode(wire.Presence(online=False, boot="2")))
+    fleet.run()
+    fleet.mallory.publish(up("a", "presence"), will)
+    fleet.run()
+    told = [wire.decode(payload, wire.Presence) for payload in fleet.payloads("coordinator")]
+    assert [(one.online, one.boot) for one in told] == [(True, "1"), (False, "1")]
+
+
+def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
+    """Only that a known start has ended: of that very start the broker could say the opposite."""
+    online = wire.encode(wire.Presence(online=True, boot="1"))
+    fleet.boards["a"].publish(up("a", "presence"), online)
+    fleet.run()
+    assert fleet.payloads("coordinator") == [online]
+    fleet.mallory.publish(up("a", "presence"), online)
+    fleet.run()
+    assert fleet.payloads("coordinator") == [online]
+
+
+def test_the_envelope_takes_its_part_of_the_largest_payload(fleet: Fleet) -> None:
+    """What is as large as a link says goes through."""
+    assert fleet.link.max_payload == fleet.raw.max_payload - envelope.ENVELOPE_BYTES
+
+
+def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet: Fleet) -> None:
+    """After 2 s, as somebody has announced a coordinator, then after 5, 10, 20 and 40 more."""
+    fleet.broker.change = lambda topic, payload: None if topic == down("c", "hello") else payload
+    fleet.join("c")
+    fleet.run(80.0)
+    assert 5 <= len(fleet.broker.of(up("c", "hello"))) <= 7
+
+
+def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(fleet: Fleet) -> None:
+    """The board that sent it may be gone, and one that is there hears of the new coordinator anyhow."""
+    fleet.boards["a"].publish(up("a", "profile"), CLAIM, retain=True)
+    fleet.run()
+    del fleet.boards["a"]
+    before = len(fleet.broker.of(down("a", "hello")))
+    fleet.coordinate()
+    fleet.run()
+    assert fleet.boards["b"].connected
+    assert len(fleet.broker.of(down("a", "hello"))) == before
+
+
+def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest one goes; of a device only the latest is kept; a board that answers in time gets its session."""
+    monkeypatch.setattr(sealed_fleet, "ATTEMPTS_MOST", 3)
+    for number in range(10):
+        begun = sealed.beginning(fleet.identities["a"])
+        fleet.mallory.publish(up(f"x{number}", "hello"), wire.encode(begun))
+    fleet.run()
+    assert list(fleet.link._attempts) == ["x7", "x8", "x9"]
+    fleet.join("c")
+    fleet.run()
+    assert fleet.boards["c"].connected
+
+
+def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of when something was last done is bounded, and begins anew."""
+    monkeypatch.setattr(sealed_fleet, "DEVICES_MOST", 3)
+    last_s: dict[str, float] = {}
+    for number in range(10):
+        assert sealed_fleet._rarely(last_s, f"d{number}", 0.0, 5.0)
+        assert not sealed_fleet._rarely(last_s, f"d{number}", 4.9, 5.0)
+    assert len(last_s) <= 3

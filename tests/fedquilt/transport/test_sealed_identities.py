@@ -1,0 +1,100 @@
+"""Certificates of a signed link: who gets a session, renewal and daily checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certified import Certified
+from sealed_fleets import CLAIM, Fleet, Tampered, up
+
+from fedquilt.core import JobError
+from fedquilt.transport import sealed
+from fedquilt.transport.handshake import Identity
+from fedquilt.transport.link import MemoryBroker, Message
+from fedquilt.transport.sealed_fleet import FleetLink
+
+
+def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
+    fleet: Fleet, site: Certified, stranger: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another board's, an observer's, an expired one, a stranger's."""
+    cases: dict[str, tuple[Identity, str]] = {
+        "c1": (Identity(site.broker("other")), "the certificate is of 'other'"),
+        "c2": (Identity(site.broker("c2", "observer")), "the certificate is of 'an observer'"),
+        "c3": (Identity(site.broker("c3", days_ago=400)), "expired"),
+        "c4": (Identity(site.broker("c4", "server")), "unsuitable certificate purpose"),
+    }
+    cert, key = stranger.issue("c5")
+    strange = site.broker("c5")
+    strange = type(strange).parse("mqtts://localhost", ca=site.ca, cert=cert, key=key)
+    cases["c5"] = (Identity(strange), "unable to get local issuer certificate")
+    for name, (identity, _) in cases.items():
+        fleet.join(name, identity)
+    fleet.run()
+    for name, (_, said) in cases.items():
+        assert not fleet.boards[name].connected, name
+        assert any(f"dev/{name}/up" in line and said in line for line in caplog.messages), (name, caplog.messages)
+
+
+def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog: pytest.LogCaptureFixture) -> None:
+    """Not another board, and not the broker, whose certificate is a server's."""
+    for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
+        posing = Identity(site.broker(name, kind))
+        with pytest.raises(JobError, match="ca issue coordinator"):
+            FleetLink(MemoryBroker().connect(), posing, "f")
+        posing.require_coordinator = lambda: None  # type: ignore[method-assign]
+        fleet = Fleet.__new__(Fleet)
+        fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
+        fleet.identities = {"coordinator": posing}
+        fleet.coordinate()
+        board = fleet.join("b")
+        fleet.run()
+        assert not board.connected
+        assert said in caplog.text
+        assert said in str(board.problem)
+
+
+def test_a_coordinators_certificate_of_an_earlier_version_says_how_to_renew_it(site: Certified) -> None:
+    """It was a client's alone; boards' certificates stay as they are."""
+    earlier = Identity(site.broker("coordinator", "device"))
+    with pytest.raises(JobError, match=r"unsuitable certificate purpose.*`fedquilt ca issue coordinator` makes one"):
+        earlier.require_coordinator()
+
+
+def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified) -> None:
+    """A certificate without ca could prove who we are, but not check who others are."""
+    files = site.files("d")
+    with pytest.raises(JobError, match="give the certificate of the fleet's authority as ca"):
+        sealed.identity(type(site.broker("d")).parse("mqtts://host", cert=files["cert"], key=files["key"]))
+    assert sealed.identity(type(site.broker("d")).parse("mqtt://host")) is None
+
+
+def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) -> None:
+    """A board asks for another session in time; without a good certificate it is shut out after two days."""
+    first = fleet.boards["a"].session
+    site.files("b", days_ago=400)
+    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.run()
+    assert fleet.boards["a"].session == first + 1
+    fleet.boards["b"].publish(up("b"), b"1")
+    fleet.run()
+    assert fleet.payloads("coordinator") == [b"1"]
+    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.run()
+    for name in ("a", "b"):
+        fleet.boards[name].publish(up(name), b"2")
+    fleet.run()
+    assert fleet.heard["coordinator"][1:] == [Message(up("a"), b"2")]
+
+
+def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Certified, tmp_path: Path) -> None:
+    """The same files with another key; the session in use stays until the next one."""
+    site.files("a")
+    fleet.coordinate()
+    fleet.run(6.0)
+    assert fleet.boards["a"].connected
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.run()
+    assert fleet.payloads("coordinator") == [CLAIM]

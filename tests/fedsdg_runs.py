@@ -1,0 +1,77 @@
+"""Runs of FedSDG on a small network, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fedquilt import methods
+from fedquilt.core import Answer, DeviceView, Site, Task
+from fedquilt.methods import fedsdg
+from fedquilt.testing.toys import given, members, play, remembered, to_train
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
+
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
+
+from fedquilt.models.networks import registry  # noqa: E402
+
+NETWORK = {
+    "name": "vit",
+    "channels": 1,
+    "size": 8,
+    "patch": 4,
+    "width": 8,
+    "depth": 2,
+    "heads": 2,
+    "classes": 3,
+    "input": {"channels": 1, "size": 8},
+}
+WEIGHTS = {name: value.numpy().copy() for name, value in registry.load(NETWORK, seed=1).state_dict().items()}
+QUICK = {"epochs": 1, "batch": 16, "rank": 2, "alpha": 4.0}
+ENGINE = torch_engine.TorchEngine(1 << 40, base_bytes=0)
+LAYERS = [f"blocks.{block}.{leaf}" for block in (0, 1) for leaf in ("attention.out_proj", "mlp.2")]
+
+
+def bundle() -> Any:
+    return to_train(NETWORK, WEIGHTS)
+
+
+class Played:
+    """A run on toy devices: the states, what each task had and gave, in order, and what its rounds took."""
+
+    def __init__(self, name: str, rounds: int = 2, devices: int = 2, **params: Any) -> None:
+        self.method, self.worked = methods.load(name), list[tuple[Site, Answer]]()
+        self.rounds: list[Round] = []
+
+        def work(task: Task, site: Site) -> Answer:
+            answer = self.method.work(task, site)
+            self.worked.append((remembered(task, site), answer))
+            return answer
+
+        def observe(simulation: Simulation, hands: Hands) -> None:
+            self.rounds = simulation.rounds
+
+        self.states = play(
+            name,
+            bundle(),
+            members(devices, 40),
+            {**QUICK, **params},
+            engine=ENGINE,
+            method=replace(self.method, work=work),
+            observe=observe,
+            rounds=rounds,
+        )
+
+
+def asked(state: Any, local: Any = None, device: int = 0) -> tuple[Task, Site]:
+    """What one device gets now, with what it has kept."""
+    member = members(4, 40)[device]
+    method = methods.load("fedsdg")
+    return given(method, method.send(state, DeviceView(member.device, None)), member, ENGINE, local=local)
+
+
+def began(**params: Any) -> Any:
+    return fedsdg.init(bundle(), fedsdg.Params(**{**QUICK, **params}), 0)

@@ -1,0 +1,34 @@
+"""An operator's folder of settings, and what a bundle makes of them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from fedquilt.tools.flash import coordinator
+from fedquilt.tools.flash.bundle import Board, board
+from fedquilt.tools.flash.coordinator import Coordinator
+
+URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
+
+
+def told(site: Path, text: str, *given: object) -> Board:
+    (site / "agent.toml").write_text('device = "orin-1"\nhome = "agent-home"\n' + text)
+    return board(site / "agent.toml", *given)
+
+
+def serving(site: Path, text: str = "") -> Coordinator:
+    """A coordinator's settings, read."""
+    files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
+    (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')
+    return coordinator.read(site / "coordinator.toml")
+
+
+# -- a coordinator's machine ----------------------------------------------------------------------
+
+
+def exec_line(text: bytes) -> list[str]:
+    """The words of a unit's command behind the interpreter's."""
+    (line,) = [line for line in text.decode().splitlines() if line.startswith("ExecStart=")]
+    words = shlex.split(line)
+    return words[words.index("fedquilt.cli") + 1 :]

@@ -1,0 +1,50 @@
+"""Runs of FedStitch with a joint head, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedquilt.core import DeviceView
+from fedquilt.methods.fedstitch import METHOD, Params, State
+from fedquilt.models.stitching import stitched
+from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members, play
+from fedquilt.tools.simulation import Member
+
+
+def played(
+    devices: list[Member] | None = None,
+    *,
+    cohort: int = 0,
+    runner: FakeRunner | None = None,
+    method: Any = METHOD,
+    rounds: int = 1000,
+    **changes: Any,
+) -> list[State]:
+    bundle, own = build()
+    return play(
+        "fedstitch",
+        bundle,
+        members(8) if devices is None else devices,
+        {**SMALL, **changes},
+        engine=runner or own,
+        method=method,
+        seed=3,
+        rounds=rounds,
+        cohort={"size": cohort},
+    )
+
+
+FULL = played()
+
+
+def narrow(state: State, name: str, channels: int) -> stitched.Block:
+    """A block with other channels."""
+    return replace(state.stock.blocks[name], out_shape=(channels, 4, 4))
+
+
+def gathering(**changes: Any) -> tuple[State, Any, Any]:
+    """A state that gathers, and one device's task and site."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0, **changes}), 3)
+    return (state, *given(METHOD, METHOD.send(state, DeviceView("dev-0", None)), members(1)[0], runner, seed=3))

@@ -1,0 +1,151 @@
+"""Blocks whose large linear layers are cut into tiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from block_graphs import graphs_of, only, run
+
+torch = pytest.importorskip("torch", reason="blocks are cut from torch networks")
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+from torch import nn  # noqa: E402
+
+from fedquilt.models.networks import registry  # noqa: E402
+from fedquilt.models.stitching import blocks  # noqa: E402
+
+
+class Product(nn.Module):
+    """A linear layer written out: x W + b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.bias = nn.Parameter(torch.randn(12, 7)), nn.Parameter(torch.randn(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights + self.bias
+
+
+class Around(nn.Module):
+    """What goes past a layer: its input is added to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tiles", "most"),
+    [
+        ([nn.Linear(12, 7)], [1, 4], [0, 26]),
+        ([nn.Linear(12, 7, bias=False)], [1, 3], [0, 36]),
+        ([Product()], [1, 3, 1], [0, 36, 7]),
+        ([nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 9)], [1, 2, 1, 2], [0, 26, 0, 25]),
+        ([nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)], [1, 4, 1], [0, 26, 18]),
+        ([nn.Linear(12, 1), nn.ReLU(), nn.Linear(1, 19)], [1], [51]),
+    ],
+    ids=["linear", "no bias", "product", "two", "large then small", "just small enough"],
+)
+def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(
+    layers: list[nn.Module], tiles: list[int], most: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 38 numbers of weights: 2 rows of 12 with their biases or 3 without, 5 of 4. `most`: a stage's largest."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 38)
+    end = _end(*layers)
+    made = blocks.export(end)
+    assert [len(stage) for stage in made] == tiles
+    assert [max(graph.weight_bytes for graph in stage) for stage in made] == [4 * number for number in most]
+    for graph in graphs_of([made]):
+        onnx.checker.check_model(onnx.load_from_string(graph.graph), full_check=True)
+    for stage in made:
+        rows = [_facts(graph)[1][0] for graph in stage]
+        assert max(rows) - min(rows) <= 1
+    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
+    with torch.no_grad():
+        wanted = end.module(torch.from_numpy(x)).numpy()
+    assert end.out_shape == wanted.shape[1:]
+    np.testing.assert_allclose(run(made, x, tmp_path), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [[Around(), nn.Linear(12, 2)], [nn.Unflatten(1, (3, 4)), nn.Linear(4, 7), nn.Flatten(), nn.Linear(21, 1)]],
+    ids=["something goes past", "several vectors per example"],
+)
+def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(
+    layers: list[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum with the layer's own input needs both; tiles of maps (n, positions, channels) are no neighbours."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 27)
+    end = _end(*layers)
+    made = blocks.export(end)
+    assert only(made).weight_bytes > 4 * 27
+    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_every_graph_says_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 pooled maps flattened, two tiles 12 -> 2, then ReLU and 4 -> 2; float32, weights with biases.
+
+    Alive at once: the maps and as many numbers flattened; 12 and 2; 4, 4 and 2 (the input is the caller's).
+    """
+    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
+    made = blocks.export(_end(nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2)))
+    assert [_facts(graph) for graph in graphs_of([made])] == [
+        ([3, 2, 2], [12], 4 * 24, 0),
+        ([12], [2], 4 * 14, 4 * 26),
+        ([12], [2], 4 * 14, 4 * 26),
+        ([4], [2], 4 * 10, 4 * 10),
+    ]
+
+
+def test_a_row_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of a row of 12 and its bias, although 5 numbers are allowed."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 5)
+    assert [[graph.weight_bytes for graph in stage] for stage in blocks.export(_end(nn.Linear(12, 2)))] == [
+        [0],
+        [52] * 2,
+    ]
+
+
+def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes equal tensors once, and biases often begin as zeros: that binds no graph to another."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 26)
+    large, small = nn.Linear(12, 4), nn.Linear(4, 4)
+    for layer in (large, small):
+        nn.init.zeros_(layer.bias)
+    end = _end(large, nn.ReLU(), small)
+    made = blocks.export(end)
+    assert [[graph.weight_bytes for graph in stage] for stage in made] == [[0], [104, 104], [80]]
+    x = np.ones((2, 3, 2, 2), np.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not() -> None:
+    """Pool and flatten, 9216 -> 4096 (151 MB), ReLU, 4096 -> 4096 (67 MB), then ReLU and 4096 -> 1000 (16 MB)."""
+    made = blocks.export(blocks.split(registry.build({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1])
+    assert [len(stage) for stage in made] == [1, 5, 1, 3, 1]
+    assert max(graph.weight_bytes for graph in graphs_of([made])) <= blocks.TILE_BYTES
+
+
+def _end(*layers: nn.Module) -> blocks.Block:
+    """The terminating block of a donor: 3 maps of 2 x 2, flattened, then these layers."""
+    torch.manual_seed(0)
+    donor = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(), *layers)
+    return blocks.split(donor, "d", (1, 2, 2), cuts=["0"])[-1]
+
+
+def _facts(graph: blocks.Graph) -> tuple[list[int], list[int], int, int]:
+    """Shapes of what comes in and goes out, and bytes of activations and of weights, as the graph says."""
+    model = onnx.load_from_string(graph.graph)
+    x, y = (value.type.tensor_type.shape.dim[1:] for value in (model.graph.input[0], model.graph.output[0]))
+    said = {prop.key: int(prop.value) for prop in model.metadata_props}
+    return [d.dim_value for d in x], [d.dim_value for d in y], said["activation_bytes"], said["weight_bytes"]

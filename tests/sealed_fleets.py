@@ -1,0 +1,88 @@
+"""A fleet on a signed link, and a broker that changes messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from certified import Certified
+
+from fedquilt import wire
+from fedquilt.transport.handshake import Identity
+from fedquilt.transport.link import MemoryBroker, Message
+from fedquilt.transport.sealed import BoardLink
+from fedquilt.transport.sealed_fleet import FleetLink
+
+TOPICS = wire.Topics("f")
+CLAIM = b'{"v":1,"crc":"00000000","round":1}'
+
+
+class Tampered(MemoryBroker):
+    """A broker that keeps all it has carried, and changes what the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried: list[tuple[str, bytes]] = []
+        self.change: Callable[[str, bytes], bytes | None] = lambda topic, payload: payload
+
+    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
+        self.carried.append((topic, payload))
+        changed = self.change(topic, payload)
+        if changed is not None:
+            super()._receive(topic, changed, retain)
+
+    def of(self, topic: str) -> list[bytes]:
+        return [payload for at, payload in self.carried if at == topic]
+
+
+class Fleet:
+    """One coordinator and boards, each on a sealed link, and time that the test moves on."""
+
+    def __init__(self, site: Certified) -> None:
+        self.site, self.broker = site, Tampered()
+        self.identities = {"coordinator": Identity(site.broker("coordinator", "coordinator"))}
+        self.boards: dict[str, BoardLink] = {}
+        self.heard: dict[str, list[Message]] = {}
+        self.epoch = 0
+        self.coordinate()
+        self.mallory = self.broker.connect()  # writes where it likes
+
+    def coordinate(self) -> None:
+        """A new coordinator's process."""
+        self.epoch += 1
+        if self.epoch > 1:
+            self.broker.lose(self.raw)
+        self.raw = self.broker.connect()
+        self.link = FleetLink(self.raw, self.identities["coordinator"], "f", self.clock)
+        self.link.subscribe(TOPICS.for_coordinator())
+        self.link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
+        self.heard["coordinator"] = []
+
+    def join(self, name: str, identity: Identity | None = None) -> BoardLink:
+        """A new agent's process of a board."""
+        self.identities.setdefault(name, identity or Identity(self.site.broker(name)))
+        self.boards[name] = BoardLink(self.broker.connect(), self.identities[name], "f", name, self.clock)
+        self.heard[name] = []
+        return self.boards[name]
+
+    def clock(self) -> float:
+        return self.broker.now_s
+
+    def run(self, seconds: float = 0.3) -> None:
+        until_s = self.broker.now_s + seconds
+        while self.broker.now_s < until_s:
+            self.broker.now_s += 0.01
+            self.broker.deliver()
+            self.heard["coordinator"] += self.link.receive()
+            for name, board in self.boards.items():
+                self.heard[name] += board.receive()
+
+    def payloads(self, name: str) -> list[bytes]:
+        return [message.payload for message in self.heard[name]]
+
+
+def up(device: str, leaf: str = "claim") -> str:
+    return TOPICS.device(device, "up", leaf)
+
+
+def down(device: str, leaf: str = "task") -> str:
+    return TOPICS.device(device, "dn", leaf)

@@ -1,0 +1,66 @@
+"""Simulated fleets on small tasks, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedquilt import methods
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Method
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.testing.toys import folder, job, learners, to_train
+from fedquilt.tools.simulation import Member, carriers, run
+from fedquilt.tools.simulation.simulated_job import Simulation
+
+SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
+HEAVY = 1e10  # FLOPs of an example: seconds on any board
+
+
+class Fleet:
+    """Runs of toy jobs in this process, each in a home of its own unless one is named."""
+
+    def __init__(self, place: Path, stack: contextlib.ExitStack) -> None:
+        self.place, self._stack = place, stack
+        self.engine = NumpyEngine(1 << 40, base_bytes=0)
+        self._count = 0
+
+    def begin(
+        self,
+        name: str = "fedavg",
+        *,
+        devices: int = 3,
+        method: Method | None = None,
+        home: str = "",
+        flops: float = HEAVY,
+        members: Sequence[Member] = (),
+        make: Callable[[str], Any] = SimulatedDevice.named,
+        **table: Any,
+    ) -> tuple[Simulation, carriers.Hands]:
+        self._count += 1
+        made = to_train()
+        bundle = folder(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
+        load = methods.load if method is None else lambda name: method
+        given = list(members) or learners(devices, 13)
+        hands, held = carriers.in_process(given, load=load, engine=self.engine)
+        wanted = job(name, SMALL, **{"rounds": 2, **table})
+        place = self.place / (home or f"home-{self._count}")
+        simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
+        return self._stack.enter_context(simulation), hands
+
+    def played(self, *args: Any, **options: Any) -> Simulation:
+        simulation, hands = self.begin(*args, **options)
+        for _ in run.play([simulation], hands):
+            pass
+        return simulation
+
+
+def facts(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
+    with Store(simulation.fleet.depot.folder.parent) as store:
+        found: list[AnyFact] = [fact for _, _, fact in store.facts(simulation.run)]
+    return [fact for fact in found if kind is None or isinstance(fact, kind)]

@@ -1,0 +1,90 @@
+"""Private state of simulated devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from simulated_fleets import Fleet, facts
+
+from fedquilt import methods, tensors
+from fedquilt.coordinator.facts import Answered, Declined, Rejected
+from fedquilt.core import Answer, Method, Site, Task
+from fedquilt.edge_agent.state import PRIVATE
+
+
+def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
+    """ "local" whose devices count their tasks privately; the coordinator refuses one update."""
+    method = methods.load("local")
+
+    def work(task: Task, site: Site) -> Answer:
+        before = float(site.local["tasks"][0]) if site.local else 0.0
+        seen.append((task.round, site.device, bool(site.local)))
+        return Answer({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
+
+    def fold(state: Any, total: Any, update: Any) -> Any:
+        from fedquilt.core import UpdateError
+
+        if (update.round, update.device) == (number, device):
+            raise UpdateError("not this one")
+        return method.fold(state, total, update)
+
+    return replace(method, work=work, fold=fold)
+
+
+def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -> None:
+    """dev-1's second update is refused: at its third task it is where it was after its first."""
+    seen: list[tuple[int, str, bool]] = []
+    ended = fleet.played("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
+    assert [(fact.round, fact.device) for fact in facts(ended, Rejected)] == [(1, "dev-1")]
+    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, Answered)}
+    assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
+
+
+def leaving(seen: list[list[str]], work: Callable[[Task, Site], Answer]) -> Method:
+    """ "local" whose devices do this; notes which private tensors each task of dev-0 found."""
+
+    def noted(task: Task, site: Site) -> Answer:
+        if site.device == "dev-0":
+            seen.append(sorted(site.local))
+        return work(task, site)
+
+    return replace(methods.load("local"), work=noted)
+
+
+def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) -> None:
+    """Also not by the very name of the file that private state is written to; the next task finds it in its cache."""
+    seen: list[list[str]] = []
+    there: list[bool] = []
+
+    def caches(task: Task, site: Site) -> Answer:
+        there.append((site.cache / PRIVATE).exists())
+        (site.cache / PRIVATE).write_bytes(tensors.encode({"cached": np.ones(1)}))
+        return Answer({}, 1.0, {}, {})
+
+    fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
+    assert seen == [[], [], []]
+    assert there == [False, True, True]
+
+
+def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
+    """A thousand empty folders are made in the time of as many small trainings."""
+    ended = fleet.played(devices=2)
+    assert ended.status == "done"
+    assert not (ended.devices / "work").exists()
+
+
+def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
+    """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
+    seen: list[list[str]] = []
+
+    def fails_once(task: Task, site: Site) -> Answer:
+        if task.round == 0 and site.device == "dev-0":
+            return Answer({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
+        return Answer({}, 1.0, {}, {})
+
+    ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
+    assert [(fact.round, fact.device) for fact in facts(ended, Declined)] == [(0, "dev-0")]
+    assert seen == [[], [], []]

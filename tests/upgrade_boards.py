@@ -1,0 +1,89 @@
+"""A board that is upgraded without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+from waiting import until
+
+from fedquilt.core import BlobRef, FedquiltError
+from fedquilt.edge_agent import settings as agents
+from fedquilt.edge_agent.releases.kind import Verdict
+from fedquilt.edge_agent.upgrade import launch
+from fedquilt.edge_agent.upgrade.kind import AgentKind, Launched
+from fedquilt.wire import Release
+
+FLASHED = "f"
+
+
+class Board:
+    """A board's versions, and its agent's kind of release; each `start` is another process of it."""
+
+    def __init__(self, folder: Path, **upgrade: Any) -> None:
+        self.folder, self.versions = folder, folder / "versions"
+        self.table: dict[str, Any] = {
+            "device": "d",
+            "home": str(folder / "home"),
+            "upgrade": {"unsigned": True, **upgrade},
+        }
+        self.connected, self.restarts, self.quiet, self.serial = True, 0, 0, 0
+        self.start()
+
+    def start(self, running: str | None = None, **changes: Any) -> None:
+        choice = launch.read(self.versions)
+        running = running if running is not None else "" if choice is None else choice.current
+        packages = tuple(path for path in sys.path if path.endswith("site-packages"))
+        started = Launched(
+            str(self.versions), FLASHED, running, ("agent", "a.toml"), packages, changes.pop("unable", "")
+        )
+        self.restarted = False
+
+        def restart() -> None:
+            self.restarts += 1
+
+        def quiet() -> None:
+            self.quiet += 1
+
+        settings = agents.parse(self.table)
+        self.kind = AgentKind(started, settings, lambda: self.connected, restart, quiet=quiet, **changes)
+
+    def release(self, file: Path) -> Release:
+        self.serial += 1
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        return Release(
+            rollout="r", kind="agent", serial=self.serial, blob=BlobRef(sha256, file.stat().st_size), name="9.9.9"
+        )
+
+    def verdict(self, file: Path) -> Verdict:
+        """What the check says of a bundle."""
+        release = self.release(file)
+        try:
+            self.kind.stage(release, file)
+            self.kind.begin_check(release)
+        except FedquiltError as error:
+            return Verdict(str(error), {})
+
+        def ended() -> Verdict | None:
+            select.select(self.kind.fds(), [], [], 0.1)
+            return self.kind.checked()
+
+        return until(ended, "the check ends")
+
+    def take(self, file: Path) -> str:
+        """Check a bundle, put it on trial, and begin anew as its version; the version's name."""
+        assert self.verdict(file) == Verdict("", {})
+        release = self.release(file)
+        self.kind.swap(release)
+        assert release.blob is not None
+        self.start()
+        return release.blob.sha256
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of all that is in the folder of versions."""
+        return sorted(os.listdir(self.versions)) if self.versions.is_dir() else []
