@@ -52,7 +52,7 @@ class Federation:
     stack: contextlib.ExitStack
     broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
     seats: list[Seat] = field(default_factory=list)
-    sites: list[SiteAgent] = field(default_factory=list)
+    sites: dict[str, SiteAgent] = field(default_factory=dict)
     facts: list[AnyFact] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
     answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
@@ -67,6 +67,8 @@ class Federation:
         self.server = Server(executor, self.store, self._observe, only=self.run)
         self.seats.append((link, self.server))
         self._up: dict[str, Uplink] = {}
+        self._down: dict[str, MemoryLink] = {}
+        self._stores: dict[str, Store] = {}
         self._together = examples.Together()
         self._shared = Shared(self.plan.folder(self.run, ".shared"))
         self.tables = self.plan.agents(self.run)
@@ -91,24 +93,34 @@ class Federation:
 
     def site(self, name: str, tables: Sequence[dict[str, Any]]) -> None:
         """A site with its boards."""
-        home = self.plan.home / name
-        store = self.stack.enter_context(Store(home, durable=False))
+        store = self._stores[name] = self.stack.enter_context(Store(self.plan.home / name, durable=False))
         assert store.lock()
-        down, up = self.broker.connect(), Uplink(self.broker, self.plan.fleet, name)
-        options = settings.parse({"device": name, "fleet": self.plan.fleet, "home": str(home / "above")})
+        self.below[name] = []
+        self._start(name)
+        self.boards(tables, name)
+
+    def _start(self, name: str) -> None:
+        store, down, up = self._stores[name], self.broker.connect(), Uplink(self.broker, self.plan.fleet, name)
+        options = settings.parse({"device": name, "fleet": self.plan.fleet, "home": str(store.home / "above")})
         agent = SiteAgent(up, options, store, durable=False)
-        facts = self.below[name] = []
 
         def observe(job: Any, fact: AnyFact) -> None:
-            facts.append(fact)
+            self.below[name].append(fact)
             agent.observe(job, fact)
 
         executor = OverLink(down, name, store.depot, store.next_epoch())
         agent.serves(Server(executor, store, observe, around=sites.below))
-        self.boards(tables, name)
         self.seats += [(down, agent.server), (up.inner, agent)]
-        self.sites.append(agent)
-        self._up[name] = up
+        self.sites[name], self._up[name], self._down[name] = agent, up, down
+
+    def kill(self, name: str) -> None:
+        """A site's process is killed, and started again in the same home."""
+        links = (self._up[name].inner, self._down[name])
+        for link in links:
+            self.broker.lose(link)
+        self.seats = [(link, seat) for link, seat in self.seats if link not in links]
+        self.sites[name]._lock.close()
+        self._start(name)
 
     def cut(self, name: str) -> None:
         """A site loses its connection to the coordinator above."""

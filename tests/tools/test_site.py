@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from sited import federation
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Declined, Rejected
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.tools import demo
@@ -71,7 +72,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
     """One of two sites says that its boards have more examples than its sum has; the round goes on with the other."""
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
     with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
-        worker = made.sites[0].agent.duty._worker
+        worker = made.sites["site-0"].agent.duty._worker
         plain = worker.poll
 
         def poll(now_s: float) -> list[Any]:
@@ -106,6 +107,24 @@ def test_a_site_that_is_cut_off_for_an_hour_costs_its_share_alone_and_joins_agai
         assert answered()[-1] == ["site-0", "site-1", "site-2"]
         assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
         assert sum(isinstance(fact, Answered) for fact in made.below["site-0"]) >= 2 * 3  # its round went on meanwhile
+
+
+def reached(facts: list[AnyFact], kind: type, count: int) -> bool:
+    return sum(isinstance(fact, kind) for fact in facts) == count
+
+
+def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_that_was_lost(tmp_path: Path) -> None:
+    """Killed when one of its boards has answered, and again when its round is committed: the bits are the same."""
+    flat = states(tmp_path / "flat", "scaffold", (), waits=6)
+    with federation(plan(tmp_path / "sited", "scaffold", cohort={"start_devices": 2}), (3, 3)) as made:
+        below = made.below["site-1"]
+        for kind, count in ((Answered, 1), (Committed, 1), (Answered, 5), (Committed, 3)):
+            seen = partial(reached, below, kind, count)
+            assert made.play(seen) == "running"
+            made.kill("site-1")
+        assert made.play() == "done"
+        assert made.states == flat
+        assert sum(isinstance(fact, Committed) for fact in below) == 3
 
 
 def test_a_method_that_does_not_add_up_has_nothing_for_a_site(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class SiteAgent:
         self._worker = SiteWorker(store, board)
         self.agent = Agent(link, options, board, self._worker, boot, durable=durable, clock=lambda: None)
         self._lock = self.agent.local.lock()
-        self._means_s = -math.inf
+        self._means_s, self._there = -math.inf, False  # whether a board has been seen: without any, it is no device yet
 
     def serves(self, server: Server) -> None:
         """Go on with the site's coordinator, whose observer is `observe`."""
@@ -60,12 +60,15 @@ class SiteAgent:
         self._worker.observe(job, fact)
 
     def step(self, now_s: float) -> float:
-        """Handle what has come from above, and tell it which boards there are."""
-        if now_s >= self._means_s + MEANS_S:
+        """Handle what has come from above, once there are boards, and tell it which."""
+        if now_s >= self._means_s + (MEANS_S if self._there else IDLE_S):
             self._means_s = now_s
             means = self._worker.means(self.agent.duty.state.means, now_s)
+            self._there = self._there or bool(means.engines)
             if means != self.agent.duty.state.means:
                 self.agent.have(means)
+        if not self._there:
+            return now_s + IDLE_S
         return min(self.agent.step(now_s), self._means_s + MEANS_S)
 
     def beside(self, server: Server) -> Endpoint:
