@@ -10,7 +10,6 @@ and one that must not count (of another device, a closed round, an ended job) is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -136,7 +135,7 @@ class Renew(msgspec.Struct, frozen=True):
 
 
 Action: TypeAlias = Issue | Withdraw | Patience | Fetch | Examine | Answer | Discard | Renew
-Arriving: TypeAlias = Mapping[str, Update]  # device -> its update while its blobs are fetched
+Arriving: TypeAlias = Update | None  # of the event's device: its update while its blobs are fetched
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -153,7 +152,7 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
     Args:
         job: the job's id; "" with `state` None: no job is running.
         state: the job's rounds; None: no job is running.
-        arriving: updates being fetched, of devices that are asked.
+        arriving: update that is being fetched from the event's device, if it is asked.
         event: message of a device, or its result.
         now_s: seconds of the coordinator's clock.
     """
@@ -168,12 +167,11 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
         case Offered():
             return _offered(job, state, arriving, event)
         case Arrived(device, error):
-            update = arriving.get(device)
-            if update is None:
-                return Step(arriving)
+            if arriving is None:
+                return Step(None)
             if error is None:
-                return Step(arriving, (), (Examine(device, update),))
-            return Step(_without(arriving, device))  # the device will offer it again
+                return Step(arriving, (), (Examine(device, arriving),))
+            return Step(None)  # the device will offer it again
         case Examined():
             return _examined(state, arriving, event, now_s)
 
@@ -181,7 +179,7 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
 def _flooded(state: Rounds | None, arriving: Arriving, device: str) -> Step:
     if state is None or not _asked(state, device):
         return Step(arriving)
-    return Step(_without(arriving, device), (Rejected(state.round, device, FLOODED),), (Withdraw(device),))
+    return Step(None, (Rejected(state.round, device, FLOODED),), (Withdraw(device),))
 
 
 def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:
@@ -199,7 +197,7 @@ def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed)
     if claim.attempt != state.attempt:
         return Step(arriving)
     declined = state.declined_by(device, claim.code, claim.reason, event.ask, event.start)
-    return Step(_without(arriving, device), (declined,), (Withdraw(device),))
+    return Step(None, (declined,), (Withdraw(device),))
 
 
 def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered) -> Step:
@@ -222,27 +220,27 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
         reason = f"it was computed from the state {update.state[:12]}, and this round began with another"
         return _turned_down(state, arriving, event, reason)
     if event.unfit:
-        return _refused(arriving, device, update, event.unfit)
+        return _refused(device, update, event.unfit)
     bring = Fetch(device, update) if update.bundles else Examine(device, update)
-    return Step({**arriving, device: update}, (), (Patience(device), bring))
+    return Step(update, (), (Patience(device), bring))
 
 
 def _examined(state: Rounds | None, arriving: Arriving, event: Examined, now_s: float) -> Step:
     device, update = event.device, event.update
-    if state is None or arriving.get(device) is not update:
+    if state is None or arriving is not update:
         return Step(arriving)
     if event.taken is None:
-        return _refused(arriving, device, update, event.reason)
+        return _refused(device, update, event.reason)
     fact = state.answered_by(event.taken, now_s, event.ask)
     superseded = () if event.taken is update else (Discard(update),)
     actions = (Answer(device, update, True), Withdraw(device), *superseded)
-    return Step(_without(arriving, device), (fact,), actions)
+    return Step(None, (fact,), actions)
 
 
-def _refused(arriving: Arriving, device: str, update: Update, reason: str) -> Step:
+def _refused(device: str, update: Update, reason: str) -> Step:
     """Refuse an update of the running round because of its content."""
     actions = (Answer(device, update, False, reason), Withdraw(device), Discard(update))
-    return Step(_without(arriving, device), (Rejected(update.round, device, reason),), actions)
+    return Step(None, (Rejected(update.round, device, reason),), actions)
 
 
 def _turned_down(state: Rounds | None, arriving: Arriving, event: Offered, reason: str) -> Step:
@@ -254,11 +252,3 @@ def _turned_down(state: Rounds | None, arriving: Arriving, event: Offered, reaso
 
 def _asked(state: Rounds | None, device: str) -> bool:
     return state is not None and device in state.asked
-
-
-def _without(arriving: Arriving, device: str) -> Arriving:
-    if device not in arriving:
-        return arriving
-    rest = dict(arriving)
-    del rest[device]
-    return rest

@@ -141,7 +141,7 @@ def _snapshot(store: Store, target: Path) -> set[str]:
         rollouts = RolloutLog(copy, rows, store.home, rows.together)
         for reason in rollouts.unreadable().values():
             raise StoreError(reason)
-        return rows.held("") | rollouts.blobs()
+        return rollouts.blobs().union(*(log.blobs for log in rows.logs().values()))
 
 
 def _boards(store: Store) -> list[Path]:

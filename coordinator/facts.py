@@ -15,6 +15,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.coordinator import deadline, stop, transitions
+from fedquilt.coordinator.contributed import NEVER, Contributed
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.eligibility import BUSY, SHARE
 from fedquilt.coordinator.refusals import LASTS, NOTHING, Refused
@@ -200,7 +201,7 @@ class Rounds(msgspec.Struct, frozen=True):
     refused: Mapping[str, Refused] = field(default_factory=dict)  # device -> its last refusal, if that kind lasts
     idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
     lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
-    history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
+    history: Mapping[str, Contributed] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method is done
     checked: bool = False  # the closing evaluation has been made
     settles: bool = False  # the method has settling rounds, before an evaluation and at the end
@@ -271,7 +272,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
     match fact:
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
-            state = replace(state, phase=begun, state=fact.state, began_s=now_s, settles=fact.settles)
+            state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
             return state if fact.begins <= state.round and not state.answered else _cleared(state, fact.begins)
         case Noted():
             return state
@@ -372,7 +373,7 @@ def _cleared(state: Rounds, round: int) -> Rounds:
 
 
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
-    took_part = {device: (*state.history.get(device, ()), state.round) for device in state.answered}
+    took_part = {device: state.history.get(device, NEVER).plus(state.round) for device in state.answered}
     after = replace(
         _cleared(state, state.round + 1),
         phase="selecting",

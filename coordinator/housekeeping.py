@@ -10,14 +10,13 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fedquilt.coordinator.job_logs import Log
 from fedquilt.coordinator.limits import Retention
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
-from fedquilt.core import JobError
 from fedquilt.disk import REAL, doing
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -62,17 +61,18 @@ def old(store: Store, now: float, keep: int | None, older_s: float | None) -> li
     ended = [row for row in store.all_jobs() if row.status in ENDED]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
-    return [row.id for row in ended if older_s is None or now - _ended(store, row) > older_s]
+    logs = {} if older_s is None else store.logs()
+    return [row.id for row in ended if older_s is None or now - _ended(row, logs.get(row.id)) > older_s]
 
 
 def own(store: Store) -> dict[str, int]:
     """Run -> bytes on the disk that are its alone: its log, blobs that no other run needs, files named after it."""
-    weights = store.weights()
-    shared = Counter(sha256 for _, blobs in weights.values() for sha256 in blobs)
+    logs = store.logs()
+    shared = Counter(sha256 for each in logs.values() for sha256 in each.blobs)
     found = {}
-    for run, (size, blobs) in weights.items():
-        refs = (store.depot.ref(sha256) for sha256 in blobs if shared[sha256] == 1)
-        size += sum(ref.size for ref in refs if ref is not None)
+    for run, each in logs.items():
+        refs = (store.depot.ref(sha256) for sha256 in each.blobs if shared[sha256] == 1)
+        size = each.size + sum(ref.size for ref in refs if ref is not None)
         found[run] = size + sum(_weigh(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
     return found
 
@@ -99,13 +99,9 @@ def retire(store: Store, retention: Retention, now: float, in_use: Collection[st
     return gone
 
 
-def _ended(store: Store, row: Row | Unreadable) -> float:
-    """Wall-clock seconds of a run's last fact; of one whose log is empty or cannot be read: when it was queued."""
-    last = row.created
-    with suppress(JobError):
-        for _, at, _ in store.facts(row.id):
-            last = at
-    return last
+def _ended(row: Row | Unreadable, log: Log | None) -> float:
+    """Wall-clock seconds of a run's last fact; of one whose log is empty or damaged: when it was queued."""
+    return row.created if log is None or not log.whole or log.at is None else log.at
 
 
 def remove(store: Store, ids: Collection[str], in_use: Collection[str] = ()) -> Swept:

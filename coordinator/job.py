@@ -17,9 +17,10 @@ import msgspec
 from fedquilt import bundle, compression, tensors, tiers
 from fedquilt.coordinator import checks, folding, manifest, mending, plausible, stop, tasks
 from fedquilt.coordinator.admission import Examined
+from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.folding import Folding, blobs
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
@@ -61,12 +62,10 @@ class Running:
     def __init__(self, row: Row, store: Store, now_s: float, method: Method) -> None:
         self.id, self.job, self._store, self.method = row.id, row.job, store, method
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
-        self.bundle = bundle.load(row.bundle)
+        self.bundle, self._bundle_at = bundle.load(row.bundle), row.bundle
         require_made_for(row.job, self.bundle)
-        self._bundle_at = row.bundle
         mending.restore(store.depot, row.bundle, self.bundle.files)
         self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
-        self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device: the running round's, up to READ_BYTES
         self._read_bytes = 0
@@ -80,14 +79,19 @@ class Running:
         self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
         self._manifests: manifest.Manifests | None = None  # of the running round: what its updates may hold
-        self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
-        for _, _, fact in store.facts(self.id):
+        self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
+        for _, _, fact in store.facts(self.id, after):
             self._note(fact, apply(self.rounds, fact, now_s))
         self._folding = self._fresh()  # of the running round
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         else:
             self.state = self._load_state(self.rounds.state)
+
+    @property
+    def rounds(self) -> Rounds:
+        """State of its rounds."""
+        return self.standing.rounds
 
     def record(self, fact: AnyFact, now_s: float) -> None:
         """Write a fact, then apply it.
@@ -101,8 +105,8 @@ class Running:
 
     def pinned(self) -> set[str]:
         """Blobs that must outlive the running round."""
-        kept = {ref.sha256 for ref in self.bundle.files.values()}
-        return kept | ({self.rounds.state.sha256} if self.rounds.state else set())
+        state = {self.rounds.state.sha256} if self.rounds.state else set[str]()
+        return state.union(ref.sha256 for ref in self.bundle.files.values())
 
     def task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
@@ -143,7 +147,7 @@ class Running:
             ),
             seed=self._seeded(device),
             tier=tiers.tier(profile),
-            counted=max(self.rounds.history.get(device, ()), default=None),
+            counted=self.rounds.history.get(device, NEVER).last,
         )
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]
@@ -189,7 +193,9 @@ class Running:
         fleet = {device: each.profile for device, each in seen.items() if each.online and each.profile is not None}
         if not fleet:
             return ()
-        members = [tiers.Member(profile, self._examples.get(device)) for device, profile in sorted(fleet.items())]
+        members = [
+            tiers.Member(profile, self.standing.examples.get(device)) for device, profile in sorted(fleet.items())
+        ]
         found = tiers.coverage(members, self.engines, order.work)
         everybody = all(share.able == share.devices for share in found.values())
         self._all_able = (seen, order.work) if everybody else None
@@ -356,7 +362,7 @@ class Running:
         self._folding = self._fresh()
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
-        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
+        view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
         order = self._alike.order(self._half.send, self.state, view)
         return tasks.trained_for(order, self.rounds.epochs.get(device))
 
@@ -369,17 +375,14 @@ class Running:
         return self.method.settle if self.rounds.settling and self.method.settle else self.method
 
     def _note(self, fact: AnyFact, after: Rounds) -> None:
-        if isinstance(fact, Answered) and fact.update.usage.examples is not None:
-            self._examples[fact.update.device] = fact.update.usage.examples
         for device in fact.epochs if isinstance(fact, Asked) else ():
             self._asks.pop(device, None)  # of the job's epochs
-        self.rounds = after
+        self.standing.take(fact, after)
 
     def _initialise(self, now_s: float) -> None:
-        state = first_state(self.job, self.bundle, self.method)
+        self.state = state = first_state(self.job, self.bundle, self.method)
         settles = self.method.settle is not None and self.method.settle.wanted(state)
         self.record(Started(self._store.depot.put(tensors.pack(state)), settles), now_s)
-        self.state = state
 
     def _load_state(self, ref: BlobRef) -> Any:
         def again() -> Any:  # the job's first state, made anew; None: the log is past it

@@ -12,8 +12,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from fedquilt.coordinator.checksums import FIRST, checksum, link
 from fedquilt.coordinator.rollouts import Aborted, AnyFact, Begun, Plan, RolledBack, Rollout, apply
-from fedquilt.coordinator.store_rows import FIRST, DamagedRunError, Rows, checksum, encoded, link, storing, user
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, encoded, storing, user
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
 Wish: TypeAlias = Literal["", "abort", "roll back"]

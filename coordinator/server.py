@@ -193,7 +193,7 @@ class Server:
 
     def _stray(self, event: admission.Claimed | admission.Offered, now_s: float) -> None:
         """Answer a device that speaks of a job which is not served now."""
-        for action in admission.heard("", None, {}, event, now_s).actions:
+        for action in admission.heard("", None, None, event, now_s).actions:
             match action:
                 case admission.Answer(device, update, accepted, reason):
                     self._desk.answer(device, update, accepted, reason)

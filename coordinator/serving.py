@@ -25,6 +25,7 @@ from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
+TOGETHER = 64  # answers of a round for each blob that waits to be dropped: what is in use is looked up as often
 Observe = Callable[[Running, facts.AnyFact], None]
 
 
@@ -68,8 +69,7 @@ class Desk:
 
     def answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
         """Tell a device what became of its update."""
-        ack = wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000])
-        self.executor.answer(device, ack)
+        self.executor.answer(device, wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000]))
 
     def renew(self, above: int) -> None:
         """Go on as a later start of the coordinator than this one, if it is not one already."""
@@ -95,8 +95,9 @@ class Serving:
         self._waits_s = waits_s  # when it was first taken up, by this coordinator
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
-        self._arriving: admission.Arriving = {}
+        self._arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
+        self._discarded: set[str] = set()  # sha256 of blobs that are dropped next, unless they are in use then
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
@@ -192,8 +193,10 @@ class Serving:
 
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
-        step = admission.heard(self.id, self.job.rounds, self._arriving, event, now_s)
-        self._arriving = step.arriving
+        step = admission.heard(self.id, self.job.rounds, self._arriving.get(event.device), event, now_s)
+        self._arriving.pop(event.device, None)
+        if step.arriving is not None:
+            self._arriving[event.device] = step.arriving
         for fact in step.facts:
             self.record(fact, now_s)
         for action in step.actions:
@@ -255,16 +258,18 @@ class Serving:
         self.happened(examined, now_s)
 
     def _discard(self, update: Update) -> None:
-        """Drop the blobs of an update that have no other use."""
-        kept = blobs([*self.job.rounds.answered.values(), *self._arriving.values()])
-        self._drop(blobs([update]) - kept - self.job.sent())
+        """Drop the blobs of an update that have no other use; in a large round those of several updates at once."""
+        self._discarded |= blobs([update])
+        if len(self._discarded) * TOGETHER >= len(self.job.rounds.answered):
+            self._drop()
 
-    def _drop(self, superfluous: set[str]) -> None:
-        """Drop blobs that the job does not need, as far as no other job does."""
-        desk = self._desk  # other jobs may have the same content
-        if found := superfluous - self.job.pinned() - desk.in_use(but=self):  # the store is asked for few
-            for sha256 in found - desk.store.held(but=self.id):
+    def _drop(self, spent: AbstractSet[str] = frozenset()) -> None:
+        """Drop blobs that the job does not need, as far as no other job does: those discarded, and these."""
+        desk, superfluous = self._desk, spent | (self._discarded - self.in_use())
+        if found := superfluous - self.job.pinned() - desk.in_use(but=self):  # other jobs may have the same content
+            for sha256 in found - desk.store.held(but=self.id):  # the store is asked for few
                 desk.store.depot.drop(sha256)
+        self._discarded.clear()
 
     def issue(self, device: str, now_s: float) -> None:
         """Send a device its task of the running round (again), as soon as it can be sent."""
@@ -386,6 +391,8 @@ class Serving:
                 had_s = self._had_s(now_s)
                 self._rounds_s = (had_s - self._rounds_s[1], had_s)
                 self._drop(spent)
+        if isinstance(fact, facts.Committed | facts.Ended):
+            self._desk.store.snapshots.keep(job.id, job.standing)
         self.tell()
 
     def _take_back(self, devices: Collection[str], now_s: float) -> None:

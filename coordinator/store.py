@@ -24,8 +24,10 @@ import msgspec
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended, Noted
+from fedquilt.coordinator.job_logs import Log
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.snapshots import EVERY, Snapshots, Table
 from fedquilt.coordinator.store_rows import (
     DamagedRunError,
     Rows,
@@ -78,12 +80,13 @@ class Store:
         durable: wait for the disk, so that nothing accepted is lost even in a power failure. On virtual time it is
             enough to survive a killed process.
         disk: where the folder is.
+        every: least number of facts from one snapshot of a job to the next.
 
     Raises, from every method:
         StoreError: the folder or database cannot be read or written.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE) -> None:
+    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE, every: int = EVERY) -> None:
         self.home, self._disk = home, disk
         with storing(home):
             (disk.settle if durable else disk.make)(home)
@@ -95,10 +98,12 @@ class Store:
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 store_tables.bring_up_to_date(self._db, home)
-                self._rows, self.damage = Rows(self._db, home), store_tables.damage(self._db)
+                table = Table(self._db, home)
+                self._rows, self.damage = Rows(self._db, home, table.log), store_tables.damage(self._db)
             except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
+        self.snapshots = Snapshots(table, self._rows.log, home, self._writing, every)
         self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
         self.depot = Depot(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
@@ -286,23 +291,19 @@ class Store:
         with storing(self.home):
             return [*self._rows.unsound(), *self.rollouts.unreadable()]
 
-    def states(self, but: str = "") -> set[str]:
-        """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
+    def logs(self) -> dict[str, Log]:
+        """How far every job's log goes, and the blobs that it needs. Not to be changed."""
         with storing(self.home):
-            return {str(sha256) for _, sha256 in self._rows.states(but)}
+            return self._rows.logs()
+
+    def states(self) -> set[str]:
+        """Hashes (sha256) of every job's latest state, from which results are made."""
+        return {log.state for log in self.logs().values() if log.state}
 
     def held(self, but: str = "") -> set[str]:
-        """Blobs that somebody may still need: latest states, updates that none contains yet, and what rollouts bring.
-
-        `but`: a job to leave out, because its process knows its blobs without reading all its facts.
-        """
+        """Blobs that runs other than `but` and rollouts may need: latest states, updates that none contains yet."""
         with storing(self.home):
-            return self._rows.held(but) | self.rollouts.blobs()
-
-    def weights(self) -> dict[str, tuple[int, set[str]]]:
-        """Job -> bytes of its log, and the blobs (sha256) of `held` that it needs."""
-        with storing(self.home):
-            return self._rows.weights()
+            return self.rollouts.blobs().union(*(log.blobs for job, log in self.logs().items() if job != but))
 
     # -- facts --
 

@@ -7,7 +7,6 @@ job's row has that of the last one: so that a fact which is lost, added, changed
 from __future__ import annotations
 
 import getpass
-import hashlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
@@ -17,14 +16,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from fedquilt.coordinator.checksums import FIRST, checksum, link
 from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.job_logs import Log, Logs
 from fedquilt.core import JobError, StoreError, Update
 from fedquilt.disk import PRIVATE, Disk
 
 T = TypeVar("T")
 
-FIRST: Final = b""  # instead of the checksum of a fact before the first one
-SUM_BYTES: Final = 16
 BUSY_S: Final = 5.0  # that a reader waits for a writer
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
 
@@ -142,16 +141,6 @@ class Stored(NamedTuple):
         return checksum(*(self if self.submitter else self[:-1]))
 
 
-def link(before: bytes, job: str, at: float, body: str) -> bytes:
-    """Checksum of a fact that follows one with the checksum `before`."""
-    return checksum(before, job, at, body)
-
-
-def checksum(*values: str | float | bytes) -> bytes:
-    """Checksum of a row's values."""
-    return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
-
-
 def user() -> str:
     """Name of this process's user, or its number if it has none."""
     try:
@@ -180,16 +169,23 @@ def encoded(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = dec
 class Rows:
     """Tables of one database.
 
+    Args:
+        db: the database.
+        home: whose it is, for errors.
+        kept: the log as a snapshot of a job has it, if there is one that fits.
+
     Raises, from every method:
         sqlite3.Error: the database cannot be read or written.
         DamagedRunError: a job's rows are damaged; names the job and the mend.
     """
 
-    def __init__(self, db: sqlite3.Connection, home: Path) -> None:
+    def __init__(
+        self, db: sqlite3.Connection, home: Path, kept: Callable[[str], Log | None] = lambda job: None
+    ) -> None:
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `each` made last, and of which state
-        self._seen: dict[str, tuple[int, bytes]] = {}  # job -> last fact that `sound` has compared, and its checksum
+        self._logs = Logs(db, kept)
 
     def together(self, kind: str = "immediate") -> AbstractContextManager[None]:
         """One transaction: all of it or nothing."""
@@ -264,8 +260,10 @@ class Rows:
             if job not in heads:
                 row = found[job] = self.job(job)
                 heads[job] = FIRST if row is None else row.head
-            heads[job] = link(heads[job], job, at, body)
-            self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", (job, at, body, heads[job]))
+            before, heads[job] = heads[job], link(heads[job], job, at, body)
+            values = job, at, body, heads[job]
+            seq = self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", values).lastrowid
+            self._logs.written(job, before, int(seq or 0), at, body, heads[job])
         for row in found.values():
             if row is not None:
                 self._put(row, head=heads[row.id])
@@ -289,19 +287,27 @@ class Rows:
                 raise self.damaged(id, f"fact {seq}, or the one before it, is not what was written")
         if row is not None and row.head != before and len(rows) != most:
             raise self.damaged(id, "its last facts are missing")
-        if rows:
-            self._seen[id] = (rows[-1][0], before)
         return [(seq, at, body) for seq, at, body, _ in rows]
 
+    def log(self, id: str) -> Log | None:
+        """A job's log as it is now; None: it does not end as the job's row says, or there is no such job."""
+        row = self.job(id)
+        found = None if row is None else self._logs.of(id, row.head)
+        return found if row is not None and found is not None and found.head == row.head else None
+
+    def logs(self) -> dict[str, Log]:
+        """Every job's log as it is now, in the order of queueing. Not to be changed."""
+        return self._logs.now()
+
     def unsound(self) -> list[str]:
-        """Ids of the jobs whose rows are damaged; facts that have been compared are not compared again."""
+        """Ids of the jobs whose rows are damaged. What a snapshot covers is not looked at."""
         found = []
         for row, whole in self.jobs():
-            seq, before = self._seen.get(row.id, (0, FIRST))
             try:
-                if whole and before != row.head:
-                    self.facts(row.id, seq)
-            except (DamagedRunError, sqlite3.DatabaseError):
+                if whole:
+                    log = self._logs.of(row.id, row.head)
+                    whole = log.whole and log.head == row.head
+            except sqlite3.DatabaseError:
                 whole = False
             if not whole:
                 found.append(row.id)
@@ -312,41 +318,6 @@ class Rows:
         return DamagedRunError(
             f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or run it anew"
         )
-
-    # -- what jobs hold; `sound` is the view of facts that can be read as JSON --
-
-    def states(self, but: str) -> list[tuple[str, str]]:
-        """(job, sha256) of the latest state of every job but one."""
-        query = """
-            select job, json_extract(body, '$.state.sha256') from sound where seq in (
-                select max(seq) from sound where job in (select id from jobs where id <> ?)
-                and json_extract(body, '$.state.sha256') is not null group by job)
-        """
-        return self._db.execute(query, (but,)).fetchall()
-
-    def updates(self, but: str) -> list[tuple[str, str]]:
-        """(job, sha256) of the bundles of updates that no state contains yet, of every job but one."""
-        query = """
-            with last(job, seq) as (
-                select job, max(seq) from sound where job in (select id from jobs where id <> :but)
-                and json_extract(body, '$.state.sha256') is not null group by job)
-            select sound.job, json_extract(bundle.value, '$.sha256')
-            from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
-            where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
-        """
-        return self._db.execute(query, {"but": but}).fetchall()
-
-    def held(self, but: str) -> set[str]:
-        """What `states` and `updates` name, without the jobs."""
-        return {str(sha256) for _, sha256 in (*self.states(but), *self.updates(but))}
-
-    def weights(self) -> dict[str, tuple[int, set[str]]]:
-        """Job -> bytes of its facts, and what `states` and `updates` name of it."""
-        sizes = self._db.execute("select job, sum(length(cast(body as blob))) from facts group by job").fetchall()
-        found = {str(job): (int(size), set[str]()) for job, size in sizes}
-        for job, sha256 in (*self.states(""), *self.updates("")):
-            found[job][1].add(str(sha256))
-        return found
 
     def counted(self, update: Update) -> bool:
         """Whether the log of an update's job holds that it was counted."""

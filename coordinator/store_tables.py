@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.coordinator import rollout_log
-from fedquilt.coordinator.store_rows import FIRST, Rows, Stored, link
+from fedquilt.coordinator.checksums import FIRST, link
+from fedquilt.coordinator.store_rows import Rows, Stored
 from fedquilt.core import StoreError
 
 VERSION = 4  # of the tables
-CHECK_S: Final = 1.0  # that a look at the whole database may take when it is opened
+CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
 
 _SCHEMA = """
 create table if not exists jobs (

@@ -20,7 +20,8 @@ def require(stored: Any, read: Any, at: str) -> None:
     Raises:
         ValueError: names the fields that have no place, and where they are.
     """
-    if not isinstance(stored, dict | list):  # a leaf, as most of a state
+    leaf = not isinstance(stored, dict | list)  # as most of a state
+    if leaf:
         return
     if is_dataclass(read) or isinstance(read, msgspec.Struct):
         known = read.__struct_fields__ if isinstance(read, msgspec.Struct) else [each.name for each in fields(read)]

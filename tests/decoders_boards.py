@@ -19,6 +19,7 @@ from certified import Certified
 from decoding import SHA, Decoder, numbered
 
 from fedquilt import environment, onnx_fill, personal, wire
+from fedquilt.coordinator.checksums import FIRST, checksum, link
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.rollouts import (
     Aborted,
@@ -33,7 +34,6 @@ from fedquilt.coordinator.rollouts import (
     release,
 )
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import FIRST, checksum, link
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agent_settings

@@ -15,7 +15,9 @@ from wired import MESSAGES
 from fedquilt import checked, config, profiles, wire
 from fedquilt.blobs import pack
 from fedquilt.bundle import Index
-from fedquilt.coordinator import backup, facts, settings, store_rows, write_ahead
+from fedquilt.coordinator import backup, deadline, facts, settings, snapshots, store_rows, write_ahead
+from fedquilt.coordinator.contributed import Contributed
+from fedquilt.coordinator.job_logs import Log
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.scores import Score, Scores
 from fedquilt.core import (
@@ -90,7 +92,27 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
         shutil.rmtree(folder / "again", ignore_errors=True)
         return backup.restore(folder / "changed.tar", folder / "again")
 
+    def followed(payload: bytes) -> object:
+        found = Log()
+        found.take("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
+        return found.blobs or found.facts
+
+    plan = facts.Plan.of(settings.parse({"name": "digits", "method": "fedavg"}))
+    answered, history = {"a": update}, {"a": Contributed(5), "b": Contributed(1 << 70)}
+    took = {"a": (deadline.Took(0, 1.5, 2.0),)}
+    rounds = facts.Rounds(
+        plan, "open", 2, state=ref, asked=frozenset("bc"), answered=answered, history=history, took=took
+    )
     return {
+        "what a fact names": Decoder(
+            "coordinator/job_logs.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
+        ),
+        "snapshot": Decoder(
+            "coordinator/snapshots.py",
+            snapshots.decode,
+            UNDECODABLE,
+            (snapshots.encode(snapshots.Standing(rounds, {"a": 9}, 12)),),
+        ),
         "facts": Decoder(
             "coordinator/store_rows.py",
             lambda payload: store_rows.decoded(payload.decode("utf-8", "replace")),

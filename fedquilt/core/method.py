@@ -23,7 +23,7 @@ class DeviceView:
 
     device: str
     profile: Profile | None
-    rounds: tuple[int, ...] = ()  # rounds of this job it has contributed to, oldest first
+    rounds: Sequence[int] = ()  # rounds of this job it has contributed to, oldest first
 
 
 @dataclass(frozen=True)

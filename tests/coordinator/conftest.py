@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from by_hand import Stage
 from homes import Federation
+from job_facts import BLOB
 from rolled import Ground
 from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs
+from stored_runs import DEVICES, Run, of
 
-from fedquilt.coordinator.facts import Answered
+from fedquilt.coordinator.facts import Answered, Asked, Started, Surveyed
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
 
@@ -51,6 +53,31 @@ def opened(tmp_path: Path) -> Iterator[Callable[[], Store]]:
     """Opens stores on one folder, as so many processes would; all are closed at the end."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(Store(tmp_path))
+
+
+@pytest.fixture
+def often(tmp_path: Path) -> Iterator[Callable[[], Store]]:
+    """Opens stores on one folder that keep a snapshot of every round; all are closed at the end."""
+    made: list[Store] = []
+
+    def open() -> Store:
+        made.append(Store(tmp_path, every=-len(DEVICES)))
+        return made[-1]
+
+    yield open
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def run(often: Callable[[], Store]) -> Run:
+    """A run of three rounds, with a snapshot after the third and two facts behind it."""
+    made = Run(often())
+    made.record(Started(BLOB), Surveyed(0, DEVICES))
+    for number in range(3):
+        made.round(number, *DEVICES)
+    made.record(Asked(3, 0, DEVICES), Answered(3, of(made.id, "a", 3)))
+    return made
 
 
 @pytest.fixture

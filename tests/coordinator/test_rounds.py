@@ -291,7 +291,7 @@ def test_the_job_ends_after_its_last_round() -> None:
         assert decide(state, 0.0, {"a"}) is None
         state = after(state, committed(round))
     assert decide(state, 0.0, {"a"}) == Ended("done")
-    assert state.history == {"a": (0, 1)}
+    assert list(state.history["a"]) == [0, 1]
 
 
 def test_a_method_that_is_finished_ends_the_job_early() -> None:

@@ -11,6 +11,7 @@ import pytest
 from by_hand import MODEL, Hand, Stage
 
 from fedquilt import tensors
+from fedquilt.coordinator import serving
 from fedquilt.coordinator.facts import (
     Answered,
     Committed,
@@ -109,3 +110,21 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
     assert "[wire]" in why.of(coded.store, coded.job)[0]["old"].text
+
+
+def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
+    coded: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here two answers are a large round: the second one's own blob waits for the commit."""
+    monkeypatch.setattr(serving, "TOGETHER", 1.5)
+    hands = [coded.hand(name) for name in "abc"]
+    coded.play()
+    sent = []
+    for hand, value in zip(hands[:2], (1.0, 3.0), strict=True):
+        sent.append(by_int8(hand, value).bundles["model"].sha256)
+        coded.play()
+    assert [coded.store.depot.path(sha256) is None for sha256 in sent] == [True, False]
+    sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
+    coded.play()
+    assert coded.told(Committed)
+    assert [coded.store.depot.path(sha256) for sha256 in sent] == [None, None, None]

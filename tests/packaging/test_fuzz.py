@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "fedquilt")
 CALLS = {  # (module or object, function) that make values of bytes
     *(("json", name) for name in ("load", "loads", "decode", "Decoder")),
+    *(("msgpack", name) for name in ("decode", "Decoder")),
     *(("struct", name) for name in ("unpack", "iter_unpack", "Struct")),
     *(("tomllib", name) for name in ("load", "loads")),
     *(("numpy", name) for name in ("load", "frombuffer")),

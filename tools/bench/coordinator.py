@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,8 +29,10 @@ from fedquilt import bundle, methods, tensors, wire
 from fedquilt.coordinator import facts, settings
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Contribution, JobError, LinkError, Update, Usage
+from fedquilt.disk import REAL
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.bench.protocol_boards import EXAMPLES, FLEET
 from fedquilt.tools.identity import broker_config
@@ -108,6 +110,11 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"a round {each['round_s']} s (first {each['first_round_s']}), late rounds cost {each['late_over_early']} "
             f"times early ones; {each['resident_mb']} MB resident"
         )
+    if after:
+        told.append(
+            f"the log of {after['rounds']} rounds is open after {after['opening_s']} s; read from its first fact, as "
+            f"without a snapshot, after {after['opening_without_snapshot_s']} s"
+        )
     return [*told, *figure_lines(result)]
 
 
@@ -118,7 +125,7 @@ def _fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) 
     with tempfile.TemporaryDirectory() as folder, _processes() as start:
         home = Path(folder)
         run = _queued(home, count, after, rounds)
-        opening_s = _opening_s(home)
+        opening_s, whole_s = _opening_s(home), _opening_s(home, snapshots=False)
         port = _free_port()
         (home / "mosquitto.conf").write_text(
             f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {_user()}\n"
@@ -152,7 +159,7 @@ def _fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) 
                 )
             )
         watch.close()
-        return {"opening_s": opening_s, **_summed(samples, count, bare_ms)}
+        return {"opening_s": opening_s, "opening_without_snapshot_s": whole_s, **_summed(samples, count, bare_ms)}
 
 
 def _summed(samples: Sequence[Sample], count: int, bare_ms: float) -> dict[str, Any]:
@@ -197,7 +204,7 @@ def _job(count: int, rounds: int) -> Job:
 
 
 def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> None:
-    """Append the facts of so many rounds, as a coordinator appends them, and store the state after them.
+    """Append the facts of so many rounds, as a coordinator appends them, and store what it keeps of them.
 
     Every round ends in the same state here.
     """
@@ -205,17 +212,24 @@ def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> Non
     state = store.depot.put(tensors.pack(first_state(job, bundle.load(store.job(run).bundle), method)))
     devices = tuple(f"board-{number:05d}" for number in range(count))
     update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)
+    standing = Standing(facts.Rounds(facts.Plan.of(job)))
+
+    def append(fact: facts.AnyFact) -> None:
+        store.append(run, fact)
+        standing.take(fact, facts.apply(standing.rounds, fact, 0.0))
+
     with store.together():
-        store.append(run, facts.Started(state))
+        append(facts.Started(state))
     for round in range(rounds):
         with store.together():
             if round == 0:
-                store.append(run, facts.Surveyed(0, devices))
-            store.append(run, facts.Asked(round, 0, devices))
+                append(facts.Surveyed(0, devices))
+            append(facts.Asked(round, 0, devices))
             for device in devices:
-                store.append(run, facts.Answered(round, _update(run, round, device, update, state.sha256), 0.5, 0.4))
-            store.append(run, facts.Closed(round))
-            store.append(run, facts.Committed(round, state, False, {"loss": 1.0}, took_s=1.0))
+                append(facts.Answered(round, _update(run, round, device, update, state.sha256), 0.5, 0.4))
+            append(facts.Closed(round))
+            append(facts.Committed(round, state, False, {"loss": 1.0}, took_s=1.0))
+        store.snapshots.keep(run, standing)
 
 
 def _update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Update:
@@ -233,8 +247,11 @@ def _update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Upda
     )
 
 
-def _opening_s(home: Path) -> float:
-    """Seconds until a process has the home open, and its run at the point that the log has reached."""
+def _opening_s(home: Path, snapshots: bool = True) -> float:
+    """Seconds until a process has the home open, and its run at the point that the log has reached.
+
+    `snapshots`: False: without any, as a home that an earlier version has written.
+    """
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -249,6 +266,9 @@ def _opening_s(home: Path) -> float:
     )
     copied = home / "opened"
     shutil.copytree(home / "runs", copied)  # a run that is opened notes its first state
+    if not snapshots:
+        with closing(REAL.connect(copied / "fedquilt.db")) as db:
+            db.execute("drop table if exists snapshots")
     told = subprocess.run([sys.executable, "-c", code, str(copied)], check=True, stdout=subprocess.PIPE).stdout
     shutil.rmtree(copied)
     return round(float(told), 3)

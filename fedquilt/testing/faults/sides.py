@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Plan, Rounds, apply
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.disk import Place
@@ -190,10 +191,11 @@ class CoordinatorSide(Side):
     acknowledged: set[tuple[str, int, str]]  # job, round and device of every update that it said it has counted
 
     def _start(self, link: SimLink) -> Server:
-        self.store = WatchedStore(Path(self.platter.root), disk=self._disk)
+        self.store = WatchedStore(Path(self.platter.root), disk=self._disk, every=1)
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
         self._require_recorded()
+        self._require_same()
         link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
@@ -216,6 +218,21 @@ class CoordinatorSide(Side):
             known = {(job, fact.round, fact.update.device) for fact in facts if isinstance(fact, Answered)}
             if lost := {each for each in self.acknowledged if each[0] == job} - known:
                 raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
+
+    def _require_same(self) -> None:
+        """Raise BrokenError unless each job's snapshot and the facts behind it come to what all its facts come to."""
+        if self._happened["rot"]:
+            return
+        for row in self.store.jobs():
+            plan = Plan.of(row.job)
+            whole, (standing, upto) = Standing(Rounds(plan)), self.store.snapshots.of(row.id, plan, 0.0)
+            self._happened["snapshot"] += upto > 0
+            for seq, _, fact in self.store.facts(row.id):
+                whole.take(fact, apply(whole.rounds, fact, 0.0))
+                if seq > upto:
+                    standing.take(fact, apply(standing.rounds, fact, 0.0))
+            if standing != whole:
+                raise BrokenError(f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}")
 
     def restore(self, copied: Any) -> None:
         """End the process, and start it again on a copy of its home."""

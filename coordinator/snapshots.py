@@ -1,0 +1,203 @@
+"""What a job's facts add up to, kept beside its log, so that a coordinator begins with the last few facts.
+
+The log is the truth: a snapshot is derived from it, nothing needs one, and whatever does not fit is passed over and
+made anew: of another version, damaged, or of a log that has another fact where the snapshot ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sqlite3
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from fedquilt import __version__
+from fedquilt.coordinator.checksums import checksum
+from fedquilt.coordinator.contributed import Contributed
+from fedquilt.coordinator.facts import Answered, AnyFact, Plan, Rounds
+from fedquilt.coordinator.job_logs import Log, has
+from fedquilt.coordinator.store_rows import DamagedRunError, storing
+from fedquilt.core import UNDECODABLE, StoreError
+from fedquilt.logs import about
+
+RULES: Final = 1  # raise it whenever the same facts come to another state, or a state is another type
+VERSION: Final = f"{__version__} {RULES}"
+EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
+
+_MADE: Final = (
+    """create table if not exists snapshots (
+        job text primary key, version text not null, log blob not null, body blob not null, sum blob not null)""",
+    """create trigger if not exists snapshots_of_removed_jobs after delete on jobs begin
+        delete from snapshots where job = old.id; end""",
+)
+
+logger = logging.getLogger("fedquilt.coordinator")
+
+
+class Standing(msgspec.Struct):
+    """What a job's facts add up to."""
+
+    rounds: Rounds
+    examples: dict[str, int] = {}  # device -> number of its examples, as reported
+    facts: int = 0
+
+    def take(self, fact: AnyFact, after: Rounds) -> None:
+        """Go on to the state after a fact."""
+        if isinstance(fact, Answered) and fact.update.usage.examples is not None:
+            self.examples[fact.update.device] = fact.update.usage.examples
+        self.rounds, self.facts = after, self.facts + 1
+
+
+class Kept(NamedTuple):
+    """A snapshot that fits its log."""
+
+    log: Log
+    body: bytes  # a `Standing`; b"": of a job that is done, whose log is all that is asked for
+
+
+class Table:
+    """Snapshots of a database. The table is made when the first one is written: readers and earlier homes have none.
+
+    Raises, from every method:
+        sqlite3.Error: the database cannot be read or written.
+    """
+
+    def __init__(self, db: sqlite3.Connection, home: Path) -> None:
+        self._db, self._home = db, home
+        self._told: set[str] = set()  # jobs whose snapshot was passed over
+
+    def read(self, job: str) -> Kept | None:
+        """The snapshot of a job; None: there is none, or none that fits."""
+        if self._db.execute("select 1 from sqlite_master where name = 'snapshots'").fetchone() is None:
+            return None
+        row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
+        if row is None:
+            return None
+        version, packed, body, sum = row
+        if sum != _sum(job, version, packed, body):
+            self.pass_over(job, "it is not what was written")
+        elif version != VERSION:
+            self.pass_over(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
+        elif not has(self._db, job, (log := msgspec.msgpack.decode(packed, type=Log)).seq, log.head):
+            self.pass_over(job, "the log has another fact, or none, where it ends")
+        else:
+            return Kept(log, body)
+        return None
+
+    def log(self, job: str) -> Log | None:
+        """A job's log as its snapshot has it."""
+        kept = self.read(job)
+        return kept.log if kept else None
+
+    def write(self, job: str, log: Log, body: bytes) -> None:
+        """Keep a snapshot of a job instead of the one before; call it within a transaction."""
+        packed = msgspec.msgpack.encode(log)
+        for statement in _MADE:
+            self._db.execute(statement)
+        values = job, VERSION, packed, body, _sum(job, VERSION, packed, body)
+        self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
+
+    def pass_over(self, job: str, why: str) -> None:
+        """Report once that a job's snapshot is of no use."""
+        if job not in self._told:
+            self._told.add(job)
+            said = "the snapshot of %s in %s is passed over, and its log read from the first fact: %s"
+            logger.warning(said, job, self._home, why, extra=about(run=job))
+
+
+class Snapshots:
+    """Snapshots of one home's jobs, as the coordinator takes up and leaves them.
+
+    Args:
+        table: of the database.
+        look: gives a job's log as it is now.
+        home: whose they are, for errors.
+        writing: one transaction, as of `Store`.
+        every: least number of facts from one snapshot of a job to the next.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        look: Callable[[str], Log | None],
+        home: Path,
+        writing: Callable[[], AbstractContextManager[None]],
+        every: int = EVERY,
+    ) -> None:
+        self._table, self._look, self._home, self._writing, self._every = table, look, home, writing, every
+        self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
+
+    def of(self, job: str, plan: Plan, now_s: float) -> tuple[Standing, int]:
+        """State of a job's latest snapshot on this process's clock, and the number of its last fact.
+
+        Without a snapshot that fits: the state before the first fact, and 0.
+
+        Raises:
+            StoreError: the database cannot be read.
+        """
+        with storing(self._home):
+            kept = self._table.read(job)
+        if kept is None or not kept.body:
+            return Standing(Rounds(plan)), 0
+        try:
+            standing = decode(kept.body)
+        except UNDECODABLE as error:
+            self._table.pass_over(job, f"its state cannot be read ({error})")
+            return Standing(Rounds(plan)), 0
+        if standing.rounds.plan != plan:
+            self._table.pass_over(job, "the job's settings have changed since")
+            return Standing(Rounds(plan)), 0
+        self._facts[job] = kept.log.facts
+        rounds = standing.rounds
+        asked_s = dict.fromkeys(rounds.asked_s, now_s)
+        standing.rounds = replace(rounds, opened_s=now_s, began_s=now_s, asked_s=asked_s)
+        return standing, kept.log.seq
+
+    def keep(self, job: str, standing: Standing) -> None:
+        """Keep a job's state if enough facts have come since the last snapshot, or the job has ended.
+
+        Nothing is kept while the log is not what the state rests on: not written yet, or damaged.
+        """
+        rounds = standing.rounds
+        ended = rounds.phase in ("done", "failed", "stopped")
+        few = standing.facts - self._facts.get(job, 0) < self._every + len(rounds.since)
+        if rounds.state is None or (few and not ended):
+            return
+        body = b"" if rounds.phase == "done" else encode(standing)
+        try:
+            with storing(self._home):
+                known = self._look(job)
+            if known is None or not known.whole or known.facts != standing.facts:
+                return
+            with self._writing():
+                self._table.write(job, known, body)
+        except (DamagedRunError, StoreError) as error:
+            logger.warning("no snapshot of %s is kept: %s", job, error, extra=about(run=job))
+        else:
+            self._facts[job] = standing.facts
+
+
+def _sum(job: str, version: str, log: bytes, body: bytes) -> bytes:
+    return checksum(job, version, log, hashlib.sha256(body).digest())
+
+
+def _hook(value: Any) -> Any:
+    if isinstance(value, Contributed):
+        return value.packed()
+    raise NotImplementedError(type(value))
+
+
+def _unhook(kind: type, value: Any) -> Any:
+    if kind is Contributed:
+        return Contributed.unpack(value)
+    raise NotImplementedError(kind)
+
+
+encode: Final = msgspec.msgpack.Encoder(enc_hook=_hook).encode
+decode: Final = msgspec.msgpack.Decoder(Standing, dec_hook=_unhook).decode

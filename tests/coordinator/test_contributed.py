@@ -1,0 +1,43 @@
+"""Rounds that a device contributed to are a sequence of numbers, however they are kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fedquilt.coordinator.contributed import NEVER, Contributed
+
+
+def contributed(*rounds: int) -> Contributed:
+    found = NEVER
+    for round in rounds:
+        found = found.plus(round)
+    return found
+
+
+@pytest.mark.parametrize("rounds", [(), (0,), (3,), (0, 1, 2), (7, 8, 64, 1000)])
+def test_it_reads_as_the_tuple_of_its_rounds(rounds: tuple[int, ...]) -> None:
+    """Length, order, members, the first and the last; another round leaves it as it is."""
+    found = contributed(*rounds)
+    assert (len(found), tuple(found), bool(found)) == (len(rounds), rounds, bool(rounds))
+    assert [round in found for round in range(1002)] == [round in rounds for round in range(1002)]
+    assert found.last == max(rounds, default=None)
+    if rounds:
+        assert (found[0], found[-1], found[1:]) == (rounds[0], rounds[-1], list(rounds[1:]))
+    else:
+        with pytest.raises(IndexError):
+            found[-1]
+    assert found.plus(5000) != found == contributed(*rounds)
+    assert "a" not in found
+    assert -1 not in found
+
+
+def test_it_comes_back_from_its_bytes() -> None:
+    """10,000 rounds of which a device took part in every tenth take 1,250 bytes."""
+    roll = random.Random(1)
+    found = contributed(9999, *roll.sample(range(10_000), 1000))
+    assert Contributed.unpack(found.packed()) == found
+    assert hash(Contributed.unpack(found.packed())) == hash(found)
+    assert len(found.packed()) == 1250
+    assert Contributed.unpack(NEVER.packed()) == NEVER

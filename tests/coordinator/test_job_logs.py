@@ -1,0 +1,67 @@
+"""Which blobs runs need is known from what has come since the last look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from job_facts import BLOB
+from stored_runs import Run, blob_of, of, state
+
+from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_rows import encoded
+
+
+def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run: Run) -> None:
+    """The latest state, and the updates that it does not contain; another run's are known beside it."""
+    other = Run(run.store)
+    other.record(Started(state(77)))
+    assert run.store.held() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
+    said: list[str] = []
+    run.store._db.set_trace_callback(said.append)
+    run.record(Answered(3, of(run.id, "b", 3)))
+    assert run.store.held(but=other.id) == {state(2).sha256, *blob_of(run.id, "a", 3), *blob_of(run.id, "b", 3)}
+    assert not [line for line in said if "order by seq" in line]
+    with Store(run.store.home) as another:
+        another.append(run.id, Answered(3, of(run.id, "c", 3)))
+    assert blob_of(run.id, "c", 3) < run.store.held()
+    assert len([line for line in said if "order by seq" in line]) == 1
+    run.record(Closed(3), Committed(3, state(3), False, {}))
+    assert run.store.held() == {state(3).sha256, state(77).sha256}
+
+
+def append_and_fail(made: Run) -> None:
+    """A fact whose transaction is taken back."""
+    with made.store._writing():
+        made.store._rows.append([(made.id, 1.0, encoded(made.id, Answered(3, of(made.id, "b", 3))))])
+        raise RuntimeError
+
+
+def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> None:
+    """The next look begins anew where the log is."""
+    before = run.store.held()
+    with pytest.raises(RuntimeError):
+        append_and_fail(run)
+    assert run.store.held() == before
+    assert run.store.unsound() == []
+
+
+def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], Store]) -> None:
+    """What a start of the coordinator asks of it does not grow with its log."""
+    made = Run(often())
+    made.record(Started(BLOB))
+    made.round(0, "a")
+    made.record(Ended("done"))
+    later, said = often(), list[str]()
+    later._db.set_trace_callback(said.append)
+    assert (later.held(), later.unsound()) == ({state(0).sha256}, [])
+    assert not [line for line in said if "order by seq" in line]
+    assert made.store._db.execute("select length(body) from snapshots").fetchall() == [(0,)]
+
+
+def test_a_removed_run_takes_its_snapshot_with_it(run: Run) -> None:
+    """Also where an earlier version removes it, which knows of none."""
+    run.store.remove([run.id])
+    assert run.store._db.execute("select count(*) from snapshots").fetchone() == (0,)
+    assert run.store.held() == set()

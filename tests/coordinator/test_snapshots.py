@@ -1,0 +1,237 @@
+"""A snapshot saves reading a log from its first fact; whatever becomes of it, the log says what holds."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from job_facts import BLOB
+from stored_job import JOB
+from stored_runs import DEVICES, Run, any_fact, blob_of, state, taken_up, whole
+
+from fedquilt.coordinator import snapshots
+from fedquilt.coordinator.facts import (
+    Closed,
+    Committed,
+    Ended,
+    Plan,
+    Rounds,
+    Started,
+    Surveyed,
+    apply,
+)
+from fedquilt.coordinator.store import Store
+
+
+def behind(made: Run) -> int:
+    """Facts behind the snapshot with which a run is taken up, by another process."""
+    with Store(made.store.home) as store:
+        standing, upto = taken_up(store, made.id, made.plan)
+        assert standing == whole(store, made.id, made.plan) == made.standing
+        return sum(seq > upto for seq, _, _ in store.facts(made.id))
+
+
+# -- what it holds --------------------------------------------------------------------------------
+
+
+def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run: Run) -> None:
+    """Two facts are read instead of 31; the state is the same to the last field."""
+    assert behind(run) == 2
+    assert run.standing.facts == 31
+    assert run.standing.examples == {"a": 43, **dict.fromkeys("bcdef", 42)}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
+    often: Callable[[], Store], seed: int
+) -> None:
+    """Facts of every kind in any order that is allowed; it is compared after each fact."""
+    roll, made = random.Random(seed), Run(often())
+    kinds, used = set(), 0
+    while len(made.standing.rounds.history) < 3 or made.standing.facts < 60:
+        fact = any_fact(roll, made.id, made.standing.rounds)
+        made.record(fact)
+        kinds.add(type(fact).__name__)
+        standing, upto = taken_up(made.store, made.id, made.plan)
+        assert standing == whole(made.store, made.id, made.plan)
+        used += upto > 0
+    assert used > 20
+    assert {"Answered", "Committed", "Asked"} <= kinds
+
+
+def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path: Path) -> None:
+    """A round of few boards leaves a dozen facts; to write them all anew each time would cost more than it saves."""
+    with Store(tmp_path, every=20) as store:
+        made = Run(store)
+        made.record(Started(BLOB), Surveyed(0, DEVICES))
+        upto = []
+        for number in range(6):
+            made.round(number, *DEVICES)
+            upto.append(store.snapshots.of(made.id, made.plan, 0.0)[1])
+        assert upto == [
+            0,
+            0,
+            29,
+            29,
+            29,
+            56,
+        ]  # 2 facts, and 9 a round: 20 and one for each of 6 boards from one to the next
+        made.record(Ended("stopped"))
+        assert store.snapshots.of(made.id, made.plan, 0.0)[1] == 57
+
+
+def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], Store]) -> None:
+    """A snapshot that rests on them would outlive them where the process is killed."""
+    made = Run(often())
+    with made.store.together():
+        made.record(Started(BLOB))
+        made.round(0, "a")
+        assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+    made.round(1, "a")
+    assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 9
+
+
+def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Callable[[], Store]) -> None:
+    """The state of this process is not what that log comes to."""
+    made, other = Run(often()), often()
+    made.record(Started(BLOB))
+    other.append(made.id, Surveyed(0, ("z",)))
+    made.round(0, "a")
+    assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+
+
+# -- what does not fit ----------------------------------------------------------------------------
+
+
+def edited(home: Path, statement: str, *values: object) -> None:
+    db = sqlite3.connect(home / "fedquilt.db")
+    db.execute(statement, values)
+    assert db.total_changes or statement.startswith("drop")
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["body = substr(body, 1, length(body) / 2)", "body = x'00'", "log = x'00'", "sum = 'text'", "version = '9.9 1'"],
+)
+def test_a_damaged_snapshot_is_passed_over_by_name_and_made_anew(
+    run: Run, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut short, or changed: the log is read from its first fact, and the next round has a snapshot that fits."""
+    edited(run.store.home, f"update snapshots set {change}")
+    assert behind(run) == run.standing.facts
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the snapshot of {run.id} in {run.store.home} is passed over, and its log read from the first fact: "
+        "it is not what was written"
+    ]
+    run.record(Closed(3), Committed(3, state(3), False, {}))
+    assert behind(run) == 0
+
+
+def test_a_snapshot_of_another_version_is_passed_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rules may come to another state; the version that wrote it still takes it."""
+    monkeypatch.setattr(snapshots, "VERSION", "9.9.9 1")
+    assert behind(run) == run.standing.facts
+    monkeypatch.undo()
+    assert behind(run) == 2
+
+
+def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A log that was put back from an older copy: the run goes on from what that says."""
+    keep = list(run.store.facts(run.id))[12][0]
+    head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
+    with run.store._writing():
+        run.store._db.execute("delete from facts where seq > ?", (keep,))
+        run.store._rows.change(run.id, head=head)
+    with Store(run.store.home) as store:
+        standing, upto = taken_up(store, run.id, run.plan)
+        assert (standing, upto) == (whole(store, run.id, run.plan), 0)
+        assert (standing.facts, standing.rounds.round) == (13, 1)
+        assert store.held() == {state(0).sha256, *(blob_of(run.id, "a", 1))}
+    assert "the log has another fact, or none, where it ends" in caplog.text
+
+
+def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether a round was the last one is part of the state."""
+    assert run.store.snapshots.of(run.id, Plan(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
+    assert "settings have changed" in caplog.text
+
+
+def test_a_home_without_snapshots_is_opened_and_has_them_from_then_on(run: Run) -> None:
+    """As earlier versions leave it."""
+    edited(run.store.home, "drop trigger snapshots_of_removed_jobs")
+    edited(run.store.home, "drop table snapshots")
+    assert behind(run) == run.standing.facts
+    run.record(Closed(3), Committed(3, state(3), False, {}))
+    assert behind(run) == 0
+
+
+def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_found_by_who_reads_it(run: Run) -> None:
+    """The facts behind it are compared as ever."""
+    edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 5")
+    with Store(run.store.home) as store:
+        assert taken_up(store, run.id, run.plan)[0] == run.standing
+        assert store.unsound() == []
+        with pytest.raises(Exception, match="fact 5, or the one before it, is not what was written"):
+            list(store.facts(run.id))
+    edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 31")
+    with Store(run.store.home) as store:
+        assert store.unsound() == [run.id]
+        with pytest.raises(Exception, match="fact 31, or the one before it, is not what was written"):
+            taken_up(store, run.id, run.plan)
+
+
+def test_a_snapshot_that_cannot_be_written_is_done_without(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The facts have been written; nothing needs the snapshot."""
+    run.store._db.execute("create temp trigger full before insert on snapshots begin select raise(abort, 'full'); end")
+    run.record(Closed(3), Committed(3, state(3), False, {}))
+    assert f"no snapshot of {run.id} is kept" in caplog.text
+    assert behind(run) == 4
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fedquilt.coordinator import snapshots
+from fedquilt.coordinator.facts import Plan, Rounds, apply
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_rows import encoded
+
+store = Store(Path(sys.argv[1]), every=-9)
+row = store.jobs()[0]
+plan = Plan.of(row.job)
+standing, upto = store.snapshots.of(row.id, plan, 7.0)
+for _, _, fact in store.facts(row.id, upto):
+    standing.take(fact, apply(standing.rounds, fact, 7.0))
+store._db.set_trace_callback(lambda said: os.kill(os.getpid(), signal.SIGKILL) if said == "commit" else None)
+store.snapshots.keep(row.id, standing)
+"""
+
+
+def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run: Run) -> None:
+    """Killed between its last row and the end of the transaction."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.store.home)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert behind(run) == 2
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+
+def test_the_rules_of_the_facts_are_those_that_snapshots_name() -> None:
+    """A state that another rule makes of the same facts would be taken for today's: raise `snapshots.RULES` then."""
+    roll, now, seen = random.Random(5), Rounds(Plan.of(JOB)), hashlib.sha256()
+    sorts = msgspec.json.Encoder(enc_hook=list, order="deterministic")
+    for _ in range(400):
+        now = apply(now, any_fact(roll, "run", now), 1.0)
+        seen.update(sorts.encode(now))
+    assert (seen.hexdigest()[:16], snapshots.RULES) == ("31bac301ae09156a", 1)
