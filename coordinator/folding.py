@@ -7,10 +7,10 @@ does, the commit folds them all anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fedquilt.core import BlobRef, Update
+from fedquilt.core import BlobRef, Update, summed
 
 Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles: the inputs of a fold
 
@@ -62,6 +62,11 @@ class Folding:
         if not in_order or not all(device in updates and self.holds(updates[device]) for device in self._told):
             self.forget()
         return [device for device in devices if device not in self._told]
+
+
+def fresh(fold: Callable[..., Any]) -> Folding:
+    """Sum of nobody yet, for a method's fold."""
+    return Folding(any_order=summed(fold) is not None)
 
 
 def told(update: Update) -> Told:

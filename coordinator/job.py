@@ -21,7 +21,7 @@ from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Plan, Rounds, Started, apply
-from fedquilt.coordinator.folding import Folding, blobs
+from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
@@ -43,7 +43,6 @@ from fedquilt.core import (
     Work,
     derived,
     expected,
-    summed,
 )
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
@@ -82,7 +81,7 @@ class Running:
         self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
         for _, _, fact in store.facts(self.id, after):
             self._note(fact, apply(self.rounds, fact, now_s))
-        self._folding = self._fresh()  # of the running round
+        self._folding = folding.fresh(self._half.fold)  # of the running round
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         else:
@@ -359,15 +358,12 @@ class Running:
             held.clear()
         self._alike = tasks.Common(self._held)
         self._read_bytes, self._common, self._seeded, self._manifests = 0, {}, None, None
-        self._folding = self._fresh()
+        self._folding = folding.fresh(self._half.fold)
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
         order = self._alike.order(self._half.send, self.state, view)
         return tasks.trained_for(order, self.rounds.epochs.get(device))
-
-    def _fresh(self) -> Folding:
-        return Folding(any_order=summed(self._half.fold) is not None)
 
     @property
     def _half(self) -> Method | Settle:
