@@ -153,11 +153,11 @@ def _require(name: str, total: Total, like: np.ndarray, weight: float) -> None:
     kinds = [limb.dtype for limb in total.limbs]
     if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
         raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
+    most = 2 * weight * math.sqrt(float(np.finfo(like.dtype).max))
     for limb in total.limbs:
         tensors.require_finite({name: limb})
-    most = 2 * weight * math.sqrt(float(np.finfo(like.dtype).max))
-    if like.size and float(np.abs(total.limbs[0]).max()) > most:
-        raise UpdateError(f"sum {name!r} holds numbers beyond {most:g}, which updates of this weight cannot have")
+        if limb.size and float(np.abs(limb).max()) > most:
+            raise UpdateError(f"sum {name!r} holds numbers beyond {most:g}, which updates of this weight cannot have")
     return None
 
 
@@ -198,8 +198,11 @@ class Number:
     parts: tuple[float, ...] = ()
 
     def __float__(self) -> float:
-        """Rounded to nearest."""
-        return math.fsum(self.parts)
+        """Rounded to nearest; infinite where it is beyond what a float holds."""
+        try:
+            return math.fsum(self.parts)
+        except (OverflowError, ValueError):
+            return math.inf
 
     def plus(self, *numbers: float) -> Number:
         """Add numbers."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import facts, settings, sites
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
@@ -160,6 +160,7 @@ class SiteWorker:
         if sites.STATE not in order.bundles or "job" not in task.params:
             raise JobError("the task is none for a site: this method, or this phase of it, works with boards alone")
         given = sites.given(tensors.read(Path(order.bundles[sites.STATE])))
+        tensors.unpack(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
         store, id = self._store, task.job
         if not store.status(id):
             job = self._job(task.params["job"], task.deadline_s)
@@ -194,7 +195,7 @@ class SiteWorker:
 
     def _job(self, table: Mapping[str, Any], deadline_s: float) -> Job:
         """The job of the coordinator above as one of this: every board here, in most of the time that there is."""
-        told = msgspec.convert(table, Job)
+        told = settings.parse(table)
         return msgspec.structs.replace(
             told,
             rounds=LONG,
