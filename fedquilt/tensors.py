@@ -332,18 +332,14 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
         kind: annotation of the value.
         at: path within the state, for errors.
     """
-    if isinstance(value, np.ndarray):
-        return value
     if kind is np.ndarray or (get_origin(kind) in (Union, UnionType) and np.ndarray in get_args(kind)):
         if isinstance(value, np.generic):
             return np.asarray(value)
-        if kind is np.ndarray:
+        if kind is np.ndarray and not isinstance(value, np.ndarray):
             raise TypeError(f"{at} is annotated as an array and holds a {type(value).__name__}")
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if value is None or isinstance(value, str | int | float):  # most of a state that is no array
-        return value
     if is_dataclass(value):
         kind = type(value)
         hints = _hints(kind)

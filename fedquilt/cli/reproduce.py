@@ -16,6 +16,7 @@ from fedquilt.cli.commands import argument, option, verb
     "--rounds", type=options.POSITIVE, help="Number of rounds in place of the table's; claims are then not checked."
 )
 @option("--columns", many=True, metavar="NAME", help="Run only these columns of the table.")
+@option("--rows", many=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
 @option("--picture", type=options.PATH, metavar="FILE.svg", help="File for the table's picture, where it has one.")
 @option(
@@ -31,6 +32,7 @@ def reproduce(
     seeds: tuple[int, ...],
     rounds: int | None,
     columns: tuple[str, ...],
+    rows: tuple[str, ...],
     out: Path | None,
     picture: Path | None,
     kept: Path,
@@ -45,6 +47,7 @@ def reproduce(
         rounds=rounds,
         folder=data,
         columns=list(columns) or None,
+        rows=list(rows) or None,
         out=out,
         picture=picture,
         kept=kept,

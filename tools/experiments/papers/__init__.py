@@ -88,6 +88,7 @@ def run(
     rounds: int | None = None,
     folder: Path | None = None,
     columns: Sequence[str] | None = None,
+    rows: Sequence[str] | None = None,
     out: Path = KEPT,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -99,11 +100,13 @@ def run(
         rounds: of every run; None: the table's own, the only case in which claims are judged.
         folder: the data that `Table.takes_data` asks for.
         columns: names of the columns to run; None: all.
+        rows: names of the rows to run, with the claims that compare these alone; None: all.
         out: where finished runs are kept; they are not repeated.
         say: takes lines about the progress.
 
     Raises:
-        JobError: a column is unknown, the table takes no data, or a run has failed that may not, or all have.
+        JobError: a column or row is unknown or cannot be chosen, the table takes no data, or a run has failed that may
+            not, or all have.
         FedquiltError: a bundle cannot be made.
     """
     if folder is not None and not table.takes_data:
@@ -111,9 +114,12 @@ def run(
     there = table.grid.columns
     if columns and len(there) == 1:
         raise JobError(f"{table.name} is run as a whole: leave --columns out")
+    if rows and not table.grid.job:
+        raise JobError(f"{table.name} is computed without a run: leave --rows out")
     if odd := sorted(set(columns or ()) - there.keys()):
         raise JobError(f"{table.name} has no column {odd[0]!r}; it has: {', '.join(there)}")
     found = table.filled(folder)
+    found = found.only(rows) if rows else found
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
     if found.run:
         made = getattr(cells.module(table.code), found.run)(table.name, found, chosen, rounds, out, say)
@@ -136,6 +142,7 @@ def main(
     rounds: int | None,
     folder: Path | None,
     columns: Sequence[str] | None,
+    rows: Sequence[str] | None,
     out: Path | None,
     picture: Path | None,
     kept: Path = KEPT,
@@ -151,14 +158,15 @@ def main(
     """
     known = tables()
     if name is None:
-        rows = catalogue(known)
-        print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(listed(rows)))
+        every = catalogue(known)
+        print(msgspec.json.encode(every).decode() if format == "json" else "\n".join(listed(every)))
         return 0
     table = find(name, known)
     draw: Any = getattr(cells.module(table.code), "picture", None)
     if picture is not None and draw is None:
         raise JobError(f"{name} has no picture: leave --picture out")
-    result = run(table, seeds=seeds, rounds=rounds, folder=folder, columns=columns, out=kept, say=progress.LINE.say)
+    options: dict[str, Any] = {"seeds": seeds, "rounds": rounds, "folder": folder, "columns": columns, "rows": rows}
+    result = run(table, **options, out=kept, say=progress.LINE.say)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
     print(text if format == "json" else "\n".join([*lines(table, result), "", result["about"].strip()]))
     for file, content in ((out, lambda: text + "\n"), (picture, lambda: draw(result))):

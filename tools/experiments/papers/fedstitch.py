@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fedquilt.core import JobError
 from fedquilt.tools.experiments.papers import cells, claims, fedstitch_runs
 from fedquilt.tools.experiments.papers.cells import Cell
 from fedquilt.tools.experiments.papers.fedstitch_runs import alone, searched, trained, unfolded
@@ -27,7 +28,13 @@ OURS: Final = "FedStitch"
 def whole(
     table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run a table and return its result; claims are judged with the default number of rounds only."""
+    """Run a table and return its result; claims are judged with the default number of rounds only.
+
+    Raises:
+        JobError: FedStitch, with which all others are compared, is not among the rows, or a run has failed.
+    """
+    if OURS not in grid.rows:
+        raise JobError(f"{table} compares every row with {OURS}: name {OURS} in --rows too")
     todo = cells.cells(grid, "fedstitch", table, seeds, rounds, [""], out)
     found = cells.played_all([cell.case for cell in todo], out, say)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in grid.rows}
@@ -123,9 +130,12 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]
 def _figures(rows: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Judge the claims against the method over which FedStitch gains least, costs by their intervals over seeds.
 
-    Memory is measured with one seed. The claim about equal accuracy is left out if no method reaches it.
+    Memory is measured with one seed. The claim about equal accuracy is left out if no method reaches it, and all of
+    them if no row trains.
     """
     found, ours = ratios(rows), rows[OURS]["seconds"]
+    if not found:
+        return {}
     equal = [rows[name]["to_equal"] / ours for name in found if rows[name]["to_equal"] is not None]
 
     def least(what: str) -> float:

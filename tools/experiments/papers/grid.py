@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -140,6 +140,17 @@ class Grid(Struct, frozen=True):
     def values(self) -> list[str]:
         """Names of the values that are shown or claimed, each once."""
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
+
+    def only(self, rows: Sequence[str]) -> Grid:
+        """Keep these rows alone, and the claims that compare no others.
+
+        Raises:
+            JobError: there is no such row.
+        """
+        _require("row", rows, self.rows)
+        claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
+        kept = {name: row for name, row in self.rows.items() if name in rows}
+        return msgspec.structs.replace(self, rows=kept, claims=claims)
 
     def job_of(self, points: Iterable[Point], row: Row, seed: int, rounds: int | None) -> dict[str, Any]:
         """The job of one run, as a table.

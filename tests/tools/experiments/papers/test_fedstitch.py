@@ -12,6 +12,7 @@ import pytest
 from fedquilt import profiles
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
+from fedquilt.core import JobError
 from fedquilt.tools.experiments import papers
 from fedquilt.tools.experiments.papers import cells, fedstitch, fedstitch_runs
 from fedquilt.tools.experiments.papers.cells import How
@@ -182,6 +183,16 @@ def test_ratios_are_those_of_the_papers_schedule_and_of_the_devices_that_can_tak
     assert (quicker["value"], quicker["reached"]) == (0.5, False)  # as good after half the time
     never = fedstitch._figures({name: {**row, "to_equal": None} for name, row in rows.items()}, slower["runs"])
     assert not any("equal" in name for name in never)
+
+
+def test_rows_without_fedstitch_or_without_training_are_not_compared(tmp_path: Path) -> None:
+    """Every row is compared with FedStitch, which the error names; a table of searches alone claims nothing."""
+    chosen = papers.tables()["fedstitch"].grid.only(["Local"])
+    with pytest.raises(JobError, match="name FedStitch in --rows too"):
+        fedstitch.whole("fedstitch", chosen, [0], None, tmp_path, print)
+    result = told(24.0, 700_000_000)
+    ours = {name: result["rows"][name] for name in [fedstitch.OURS]}
+    assert fedstitch._figures(ours, result["runs"]) == {}
 
 
 def test_the_table_has_the_papers_numbers_and_says_never() -> None:

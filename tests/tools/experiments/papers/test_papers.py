@@ -111,6 +111,8 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl-bytes", "--columns", "a"], 2, "genefl-bytes is run as a whole: leave --columns out"),
         (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k'; it has: 32k-1.0"),
+        (["genefl-bytes", "--rows", "a"], 2, "genefl-bytes is computed without a run: leave --rows out"),
+        (["fedpews-table2", "--rows", "FedPros"], 2, "there is no 'FedPros'; there are: "),
         (["fedpews-table2", "--data", "."], 2, "fedpews-table2 makes its own data: leave --data out"),
         (["fedsdg"], 3, "fedsdg needs --data: a folder with MNIST's files"),
         (["fedstitch"], 3, "fedstitch needs --data"),
@@ -169,6 +171,14 @@ def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_p
     assert {row["rounds"] for row in result["columns"]["none"].values()} == {1}
 
 
+def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Path, tmp_path: Path) -> None:
+    """The claims of `own` compare both rows; with both chosen, none is left out."""
+    table = grid.tables(own)["own"]
+    result = papers.run(table, seeds=[1], columns=["none"], rows=["moves"], out=tmp_path / "kept")
+    assert (list(result["columns"]["none"]), result["figures"], result["told"]) == (["moves"], {}, {})
+    assert table.grid.only(["moves", "still"]) == table.grid
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
     """A fleet that nobody of has the room."""
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
@@ -207,7 +217,8 @@ def test_a_picture_is_drawn_where_there_is_one_and_a_result_is_not_lost(
     """What took minutes is printed although a file cannot be written; the exit code tells a claim that failed."""
     from fedquilt.tools.experiments.papers import fedsdg
 
-    options: dict[str, Any] = {"seeds": None, "rounds": None, "folder": None, "columns": None, "format": "text"}
+    options: dict[str, Any] = {"seeds": None, "rounds": None, "folder": None, "columns": None, "rows": None}
+    options["format"] = "text"
     for reached in (True, False):
         told(monkeypatch, reached)
         monkeypatch.setattr(fedsdg, "picture", lambda result: f"<svg>{result['table']}</svg>")
