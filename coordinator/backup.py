@@ -34,7 +34,9 @@ from fedquilt.disk import REAL, doing
 
 FORMAT: Final = 1
 DATABASE: Final = "fedquilt.db"
-_MEMBER: Final = re.compile(r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|evaluations/[^/]+\.json|agents/.+")
+_MEMBER: Final = re.compile(
+    r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|(evaluations|machines)/[^/]+\.json|agents/.+"
+)
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _WHEN_FULL: Final = "free some space or name another disk"
 _PIECE_BYTES: Final = 1 << 20
@@ -74,7 +76,8 @@ def save(store: Store, file: Path) -> Saved:
         boards = _boards(store)
         blobs = _save_runs(store, archive, Path(f"{file}.part.db"))
         settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
-        for path in [*settings, *boards, *sorted((store.home / "evaluations").glob("*.json"))]:
+        of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
+        for path in [*settings, *boards, *of_runs]:
             archive.add(path.relative_to(store.home).as_posix(), path)
         archive.finish()
         raw.flush()

@@ -104,8 +104,7 @@ class Running:
 
     def pinned(self) -> set[str]:
         """Blobs that must outlive the running round."""
-        state = {self.rounds.state.sha256} if self.rounds.state else set[str]()
-        return state.union(ref.sha256 for ref in self.bundle.files.values())
+        return {ref.sha256 for ref in (self.rounds.state, *self.bundle.files.values()) if ref is not None}
 
     def task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
@@ -121,8 +120,7 @@ class Running:
         """
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
-        order = kept or self._order(device, profile)
-        if order is None:
+        if (order := kept or self._order(device, profile)) is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
         asked = actions or self.rounds.actions

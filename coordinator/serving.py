@@ -195,8 +195,7 @@ class Serving:
         """Apply an event: facts first, then actions."""
         step = admission.heard(self.id, self.job.rounds, self._arriving.get(event.device), event, now_s)
         self._arriving.pop(event.device, None)
-        if step.arriving is not None:
-            self._arriving[event.device] = step.arriving
+        self._arriving.update({} if step.arriving is None else {event.device: step.arriving})
         for fact in step.facts:
             self.record(fact, now_s)
         for action in step.actions:

@@ -31,6 +31,7 @@ EXTRAS: Final = {
     "prometheus_client": "metrics",
     "starlette": "web",
     "uvicorn": "web",
+    "ray": "ray",
 }
 
 

@@ -216,9 +216,13 @@ def proof(plugin: Plugin) -> str:
 
     Two machines with the same text run the same code.
     """
+    return f"{plugin.package} {plugin.version or '-'} {content(plugin.module)}"[:200]
+
+
+def content(module: str) -> str:
+    """The sha256 of all files of a top-level module, of which nothing is run; "unknown" without files."""
     with _own_folder():
-        content = _content(plugin.module, tuple(sys.path))
-    return f"{plugin.package} {plugin.version or '-'} {content}"[:200]
+        return _content(module, tuple(sys.path))
 
 
 def short(proof: str) -> str:
@@ -238,13 +242,12 @@ def require_current(then: Mapping[str, str]) -> None:
         JobError: one has another content here; names the package and both contents.
     """
     for module, before in then.items():
-        with _own_folder():
-            content = _content(module, tuple(sys.path))
-        if content != "unknown" and not before.endswith(f" {content}"):
+        now = content(module)
+        if now != "unknown" and not before.endswith(f" {now}"):
             package = before.partition(" ")[0]
             raise JobError(
                 f"the bundle's network is of package {package} {short(before)}, which has another content here "
-                f"({content[:8]}): make the bundle anew with `fedquilt prepare`"
+                f"({now[:8]}): make the bundle anew with `fedquilt prepare`"
             )
 
 

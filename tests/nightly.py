@@ -47,6 +47,7 @@ BENCHES: Final = (
     "sums",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"
+RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_methods.py")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",
@@ -170,6 +171,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         *(without_torch(version) for version in PYTHONS),
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),
         with_a_store(),
+        with_ray(),
     ]
 
 
@@ -227,6 +229,18 @@ def with_a_store(find: Callable[[str], str | None] | None = None) -> Stage:
         PYTHONS[0],
         ("moto[server]",),
         (("-m", "pytest", "tests/coordinator/test_object_store.py"),),
+    )
+
+
+def with_ray(find: Callable[[str], str | None] | None = None) -> Stage:
+    """Simulated fleets on nodes of Ray, which the other tests do without: with torch it is most of a gigabyte."""
+    return _apart(
+        "ray",
+        "each method on two Ray nodes: bits of one process; killed workers, lost nodes and nodes that differ",
+        (find or interpreter)(PYTHONS[0]),
+        PYTHONS[0],
+        ("ray[client]>=2.50,<3", "torch"),
+        (("-m", "pytest", *RAY, "-m", "nightly or not nightly"),),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +129,8 @@ def compare(
     seeds: Iterable[int] = (0, 1, 2),
     out: str | Path = "fedquilt-compare",
     workers: int | None = None,
+    engine: str = "auto",
+    mixed: bool = False,
     progress: bool | None = None,
 ) -> Comparison:
     """Run each job with each seed on its simulated fleet; finished runs are kept and are not repeated.
@@ -141,7 +142,9 @@ def compare(
         jobs: each with a fleet and data of its own.
         seeds: each job runs once with each of them.
         out: folder of finished runs and bundles, the same as of `fedquilt compare`.
-        workers: processes; None: one for each core that this process may use.
+        workers: how many; None: one for each core, of this machine or of the Ray cluster.
+        engine: as of `simulate`.
+        mixed: as of `simulate`.
         progress: None: a line on a terminal or in a notebook; True: a line in any case; False: nothing.
 
     Raises:
@@ -153,11 +156,10 @@ def compare(
         raise JobError("compare takes a list of jobs and seeds, as in fq.compare([job, other], seeds=range(3))")
     todo = {index: _cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
-    count = workers or len(os.sched_getaffinity(0))
     with contextlib.closing(live.display(progress)) as shown:
 
         def player(case: runs.Case, tell: runs.Tell) -> Run:
-            return play(case.settings, Path(case.folder), tell, count)
+            return play(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.finished(order, Path(out), player, shown.show, shown.show)
     return Comparison(

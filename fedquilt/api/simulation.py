@@ -31,7 +31,9 @@ def simulate(
     job: Job,
     *,
     seed: int | None = None,
-    workers: int = 1,
+    workers: int | None = 1,
+    engine: str = "auto",
+    mixed: bool = False,
     home: str | Path | None = None,
     evaluate: bool = True,
     trackers: Sequence[Tracker] = (),
@@ -45,7 +47,12 @@ def simulate(
     Args:
         job: with a [data] table.
         seed: in place of the job's; the partition is drawn by it too, unless the job's data has a seed of its own.
-        workers: processes that train devices.
+        workers: processes that train devices; None: one for each core, of this machine or of the Ray cluster.
+        engine: "pool": processes of this machine; "ray": those of the Ray cluster that it is a node of, or of a Ray
+            that is started for the run; "ray://HOST:PORT": of a cluster elsewhere; "auto": a pool, unless RAY_ADDRESS
+            says that this process belongs to a cluster.
+        mixed: permit machines that differ in processor, GPU or libraries: nodes of a cluster, or those of an
+            interrupted run and of what goes on with it. Results then do not repeat bit for bit.
         home: folder that keeps the run, and its bundle; a run that was interrupted there goes on. None: a temporary
             one that goes with the run.
         evaluate: where the job has no [check], evaluate the global model beside every round, which costs the devices
@@ -57,7 +64,7 @@ def simulate(
 
     Raises:
         JobError: `job` is not a fq.Job, or has no [data], or a tracker is none, or a key is wrong, or a library is not
-            installed, or the run has failed; gives the reason.
+            installed, or machines differ, or the run has failed; gives the reason.
         DataError: the data cannot be read, or the network cannot take them.
         ModelError: the network cannot be loaded, or the method cannot train it.
         StoreError: the home cannot be written.
@@ -80,7 +87,16 @@ def simulate(
         with contextlib.closing(live.display(progress)) as shown:
             watch = _Watch(made, place, told, shown.show)
             try:
-                id = watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch)
+                id = watched_run.play(
+                    made,
+                    bundle,
+                    place,
+                    workers=workers,
+                    engine=engine,
+                    mixed=mixed,
+                    begun=watch.begin,
+                    watch=watch,
+                )
                 watch.tell(ended=True)
             finally:
                 watch.end()

@@ -35,11 +35,11 @@ from fedquilt.cli.commands import option, verb
     metavar="METHOD.PARAM=VALUE",
     help="Parameters of methods; they override those in [compare.METHOD].",
 )
-@option("--workers", type=options.POSITIVE, help="Number of processes (default: one for each core).")
 @option(
     "--out", type=options.FOLDER, default=Path("fedquilt-compare"), help="Folder for finished runs, plots and the page."
 )
 @options.format
+@options.workers
 def compare(
     job: Path,
     bundle: Path | None,
@@ -49,9 +49,9 @@ def compare(
     target: float | None,
     on: str,
     changes: tuple[str, ...],
-    workers: int | None,
     out: Path,
     format: str,
+    workers: options.Workers,
 ) -> int:
     """Compare methods: run each with several seeds on the same simulated fleet."""
     from fedquilt.tools.experiments import compare as tool
@@ -66,6 +66,6 @@ def compare(
         target=target,
         on=on,
         changes=tool.parse_changes(list(changes)),
-        workers=workers,
         format=format,
+        **workers.options(),
     )

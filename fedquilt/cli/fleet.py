@@ -18,12 +18,14 @@ from fedquilt.core import JobError
     default="embedded",
     type=options.OneOf(("embedded", "memory", "broker")),
     help="embedded: agents as processes, a broker of our own; broker: the same over --broker; "
-    "memory: all in this process on virtual time.",
+    "memory: all in this process on virtual time. With --engine there is no link: rounds on virtual time, work done by "
+    "workers.",
 )
 @option(
     "--agents-only", is_flag=True, help="With --link broker: start the agents only; the coordinator runs elsewhere."
 )
 @options.home
+@options.workers
 @options.broker()
 def fleet(
     job: Path,
@@ -32,6 +34,7 @@ def fleet(
     link: str,
     agents_only: bool,
     home: Path,
+    workers: options.Workers,
     broker: options.Broker,
 ) -> int:
     """Run a job on simulated boards that run the agents' own code."""
@@ -47,6 +50,16 @@ def fleet(
         fleet=broker.fleet,
     )
     again = f"fedquilt fleet {job}"
+    if workers.given:
+        if link != "embedded":
+            raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
+        from fedquilt.tools.experiments import watched_run
+
+        again = " ".join([again, *workers.words])
+        try:
+            return homes.ended(home, *watched_run.told(plan, wordy=wordy() > 0, **workers.options()), again)
+        except KeyboardInterrupt:
+            return homes.ended(home, "", "running", again)
     if link == "memory":
         try:
             return homes.ended(home, *tool.virtually(plan, wordy=wordy() > 0), again)

@@ -255,6 +255,65 @@ def broker(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Calla
 
 
 @dataclass(frozen=True)
+class Workers:
+    """Who carries simulated boards' work out, as options give it."""
+
+    engine: str | None
+    count: int | None
+    mixed: bool
+
+    @property
+    def given(self) -> bool:
+        """Whether any of the options was given."""
+        return self.engine is not None or self.count is not None or self.mixed
+
+    @property
+    def words(self) -> list[str]:
+        """The options as they were given."""
+        engine = [] if self.engine is None else ["--engine", self.engine]
+        count = [] if self.count is None else ["--workers", str(self.count)]
+        return [*engine, *count, *(["--mixed"] if self.mixed else [])]
+
+    def options(self) -> dict[str, Any]:
+        """As the functions of `fedquilt.tools.experiments` take them."""
+        return {"engine": self.engine or "auto", "workers": self.count, "mixed": self.mixed}
+
+
+def workers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the options of simulated boards' workers; the function gets them as `workers`."""
+
+    @functools.wraps(function)
+    def called(**given: Any) -> Any:
+        found = Workers(given.pop("engine"), given.pop("workers"), given.pop("mixed"))
+        return function(workers=found, **given)
+
+    for add in (
+        option(
+            "--mixed",
+            is_flag=True,
+            help="Permit machines whose processor, GPU or libraries differ; results then do not repeat bit for bit.",
+            group="Workers",
+        ),
+        option(
+            "--workers",
+            type=POSITIVE,
+            help="Number of workers (default: one for each core, of this machine or of the Ray cluster).",
+            group="Workers",
+        ),
+        option(
+            "--engine",
+            metavar="ENGINE",
+            help="Workers that do the boards' work: pool, processes of this machine; ray, of the Ray cluster that it "
+            "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, "
+            "pool unless RAY_ADDRESS is set.",
+            group="Workers",
+        ),
+    ):
+        called = add(called)
+    return called
+
+
+@dataclass(frozen=True)
 class Blobs:
     """Places of models and updates beside the broker, as options give them."""
 

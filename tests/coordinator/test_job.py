@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -206,3 +207,29 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
         made.job.task(device, "numpy", None, 0.0)
     assert [sent.count(device) for device in "bc"] == [times, times]
     made.store.close()
+
+
+def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Round) -> None:
+    """Two devices' tasks are the same but for their seeds; at a later time less of the deadline is left."""
+    stage.ask("ab")
+    first, second = (stage.job.task(device, "numpy", None, 0.0) for device in "ab")
+    later = stage.job.task("a", "numpy", None, 10.0)
+    assert first is not None
+    assert second is not None
+    assert later is not None
+    assert first.seed != second.seed
+    assert msgspec.structs.replace(second, seed=first.seed) == first
+    assert later == msgspec.structs.replace(first, deadline_s=first.deadline_s - 10.0)
+
+
+def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage: Round) -> None:
+    """The model that devices are sent is made from the state once more, with the same name."""
+    stage.ask("ab")
+    first = stage.job.task("a", "numpy", None, 0.0)
+    assert first is not None
+    stage.store.depot.drop(first.bundles["model"].sha256)
+    assert not stage.store.depot.has(first.bundles["model"])
+    second = stage.job.task("b", "numpy", None, 1.0)
+    assert second is not None
+    assert second.bundles == first.bundles
+    assert stage.store.depot.has(second.bundles["model"])

@@ -8,7 +8,6 @@ are those of the simulated boards, by their profiles. Finished runs are kept in 
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -248,6 +247,8 @@ def main(
     on: str = "test",
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     workers: int | None = None,
+    engine: str = "auto",
+    mixed: bool = False,
     format: str = "text",
 ) -> int:
     """Make the runs that are missing, print the table, write plots, page and JSON to `out`; 1 when a run failed."""
@@ -256,11 +257,12 @@ def main(
     metric = metrics.MAIN[metrics.task_of(job.model)]
     if target is not None and metric.share and target > 1:
         raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
-    count = workers or len(os.sched_getaffinity(0))
     todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
-    runs, failed = played(
-        todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), progress.LINE.say
-    )
+
+    def player(case: Case, tell: Tell) -> Run:
+        return play(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
+
+    runs, failed = played(todo, out, player, progress.LINE.say)
     if on == "held":
         runs = tables.personal(runs)
     result = tables.result(job.name, runs, target, failed)

@@ -64,8 +64,10 @@ def play(
     job: Job,
     folder: Path,
     tell: Callable[[int], None],
-    workers: int = 1,
+    workers: int | None = 1,
     *,
+    engine: str = "pool",
+    mixed: bool = False,
     pick: Callable[[list[Member]], list[Member]] = lambda members: members,
     away: int = 0,
     together: bool = True,
@@ -82,7 +84,10 @@ def play(
         job: with the run's method and seed.
         folder: its bundle.
         tell: called with the number of finished rounds.
-        workers: processes that carry the devices' work out; 0: this one does.
+        workers: processes that carry the devices' work out; 0: this one does; None: one for each core, of this
+            machine or of the Ray cluster.
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
+        mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
         pick: chooses among the devices of the job those that take part.
         away: so many of these, the last ones, are not online at first; `look` may let them come.
         together: train small networks' devices in one graph, which equals training one by one to float tolerance.
@@ -120,6 +125,8 @@ def play(
             folder,
             members,
             workers=workers,
+            engine=engine,
+            mixed=mixed,
             together=together,
             test=test,
             observe=observe,

@@ -14,11 +14,16 @@ import msgspec
 
 from fedquilt import methods
 from fedquilt.coordinator import preflight
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.terminal import Console
+from fedquilt.core import FedquiltError
 from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.experiments.single_run import due, shares
+from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.run import simulate
@@ -39,7 +44,10 @@ def play(
     folder: Path,
     home: Path,
     *,
-    workers: int = 1,
+    workers: int | None = 1,
+    engine: str = "pool",
+    mixed: bool = False,
+    heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
     begun: Callable[[str], None] = lambda run: None,
     watch: Watch = lambda simulation: None,
 ) -> str:
@@ -53,7 +61,10 @@ def play(
         job: with data and a fleet.
         folder: the job's bundle.
         home: folder of the run.
-        workers: processes.
+        workers: processes; None: one for each core, of this machine or of the Ray cluster.
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
+        mixed: permit machines that differ in processor, GPU and libraries.
+        heard: called with each fact of the run.
         begun: called with the run's id before its first round.
         watch: called before the first round, after each, and at the end.
 
@@ -74,10 +85,65 @@ def play(
                 _keep(home, simulation, lambda: judge.look(simulation, hands, shares=job.check.beside))
             watch(simulation)
 
-        simulate(job, folder, members, workers=workers, test=test, observe=observe, home=home)
+        simulate(
+            job,
+            folder,
+            members,
+            workers=workers,
+            engine=engine,
+            mixed=mixed,
+            test=test,
+            heard=heard,
+            observe=observe,
+            home=home,
+        )
     for each in ran:
         shutil.rmtree(each.devices, ignore_errors=True)
     return ran[0].run
+
+
+def told(plan: Plan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False) -> tuple[str, str]:
+    """Run a plan's job as it is, and print its rounds and what computes them. Returns (run, how it ended).
+
+    Args:
+        plan: of the fleet.
+        workers: as of `play`.
+        engine: as of `play`.
+        mixed: as of `play`.
+        wordy: print every fact.
+
+    Raises:
+        FedquiltError: as `play`, but for a run that has failed or was stopped.
+    """
+    job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
+    seen: list[Simulation] = []
+    runs: list[str] = []
+    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0)
+
+    def begun(run: str) -> None:
+        runs.append(run)
+        for line in machines.lines(machines.read(plan.home, run)):
+            console.say(f"{run} on {line}")
+
+    try:
+        run = play(
+            job,
+            plan.bundle,
+            plan.home,
+            workers=workers,
+            engine=engine,
+            mixed=mixed,
+            heard=console.observe,
+            begun=begun,
+            watch=seen.append,
+        )
+    except FedquiltError:
+        with Store(plan.home, durable=False) as store:
+            ended = store.status(runs[0]) if runs else "running"
+        if ended not in ("failed", "stopped"):
+            raise
+        return runs[0], ended
+    return run, "done"
 
 
 def _keep(home: Path, simulation: Simulation, look: Callable[[], Verdict]) -> None:

@@ -1,4 +1,4 @@
-"""Who carries simulated devices' orders out: this process, or a pool of warm worker processes.
+"""Who carries simulated devices' orders out: this process, or a pool of warm workers, here or on a Ray cluster.
 
 Evaluations of the global model (`Hands.evaluate`, `Hands.test`) are made beside the rounds: they cost the devices
 nothing.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedquilt import methods
@@ -16,9 +17,14 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import Examples, JobError, Method
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation import Member, hands
+from fedquilt.tools.simulation import Member, hands, machines
+from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.processes import Processes
+from fedquilt.tools.simulation.ray_cluster import chosen
+from fedquilt.tools.simulation.ray_workers import RayWorkers
 from fedquilt.tools.simulation.simulated_job import NEWCOMER, Ahead, Simulation, engine_of
+from fedquilt.tools.simulation.workers import Workers
 
 Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
 """Carries orders out, of one simulation or several: outcomes in the same order."""
@@ -32,6 +38,7 @@ class Hands:
         held: device -> how many held-out examples it has.
         ahead: is told of orders before they are to be carried out; None: nobody.
         ready: waits until orders are carried out at once.
+        machines: that do the work, by name.
     """
 
     def __init__(
@@ -40,8 +47,9 @@ class Hands:
         held: Mapping[str, int],
         ahead: Ahead | None = None,
         ready: Callable[[], None] = lambda: None,
+        machines: Mapping[str, Machine] = {},
     ) -> None:
-        self._carry, self._held, self.ahead, self.ready = carry, held, ahead, ready
+        self._carry, self._held, self.ahead, self.ready, self.machines = carry, held, ahead, ready, machines
 
     def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
         """Carry out the orders, one outcome each."""
@@ -74,16 +82,43 @@ def by_pool(
     job: Job,
     members: Iterable[Member],
     *,
-    workers: int = 1,
+    workers: int | None = 1,
+    engine: str = "pool",
+    mixed: bool = False,
+    modules: Collection[str] = (),
     together: bool = False,
     test: Examples | None = None,
 ) -> Iterator[tuple[Hands, dict[str, int]]]:
-    """Hands of warm worker processes; and of each member how many examples it holds out."""
+    """Hands of warm workers; and of each member how many examples it holds out.
+
+    Args:
+        job: whose work they do.
+        members: iterated once.
+        workers: how many; None: one for each core, of this machine or of the Ray cluster.
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT" (`ray_cluster.chosen`).
+        mixed: permit a Ray cluster's nodes to differ in processor, GPU and libraries.
+        modules: top-level modules of the job's plug-ins.
+        together: train several devices in one graph.
+        test: examples of `Hands.test`.
+
+    Raises:
+        JobError: no such engine or number of workers, or nodes that differ.
+        PoolError: a worker has ended, or no cluster is reached.
+    """
     nothing = () if test is None else (Member(NEWCOMER, Examples(test.x[:0], test.y[:0]), test),)
-    engine = engine_of(job, methods.load(job.method))
-    with Pool(engine, itertools.chain(members, nothing), workers=workers, together=together) as pool:
+    library, where = engine_of(job, methods.load(job.method)), chosen(engine, os.environ)
+    made: Workers
+    if where == "pool":
+        made = Processes(library, len(os.sched_getaffinity(0)) if workers is None else workers, modules)
+    else:
+        made = RayWorkers(library, where, count=workers, mixed=mixed, modules=modules)
+    with Pool(made, itertools.chain(members, nothing), together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
-        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held, pool, pool.warm), held
+
+        def carry(orders: Sequence[Order]) -> Iterator[Outcome]:
+            return (outcome for _, outcome in pool.carry_out(orders))
+
+        yield Hands(carry, held, pool, pool.warm, made.machines), held
 
 
 def in_process(
@@ -109,7 +144,7 @@ def in_process(
     def carry(orders: Sequence[Order]) -> list[Outcome]:
         return [outcome for outcome, _ in hands.carry_out([(made, order) for order in orders], together)]
 
-    return Hands(carry, count), count
+    return Hands(carry, count, machines={machines.name(): machines.here()}), count
 
 
 def bench(

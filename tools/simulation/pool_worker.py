@@ -1,4 +1,4 @@
-"""The workers of `fedquilt.tools.simulation.pool`: `python -m ...pool_worker PARENT ENGINE SOCKET...`.
+"""The work of a pool's workers (`Worker`), and their processes: `python -m ...pool_worker PARENT ENGINE SOCKET...`.
 
 The first imports all that is heavy and forks one more for each further socket.
 """
@@ -19,7 +19,8 @@ from fedquilt import tensors
 from fedquilt.core import Examples
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out, make_engine
-from fedquilt.tools.simulation.pool import LENGTH, Done, Place, Setup, Work, receive
+from fedquilt.tools.simulation.processes import LENGTH, receive
+from fedquilt.tools.simulation.workers import Done, Place, Setup, Work
 
 
 class Worker(Bench):
@@ -56,6 +57,13 @@ class Worker(Bench):
         return found
 
 
+def prepare(engine: str) -> None:
+    """Import what is heavy, before anything is asked."""
+    name = "torch_batched" if engine == "torch" else f"{engine}_engine"
+    importlib.import_module(f"fedquilt.edge_agent.engines.{name}")
+    gc.freeze()  # what is imported stays: no later collection has to go through it
+
+
 def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> None:
     """Carry out what comes, until there is no more."""
     first = receive(orders)
@@ -72,8 +80,7 @@ def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> No
 def main() -> None:
     """Fork the workers and serve each one's socket until the parent ends."""
     die_with(int(sys.argv[1]))
-    importlib.import_module(f"fedquilt.edge_agent.engines.{_module(sys.argv[2])}")
-    gc.freeze()  # what is imported stays: no later collection has to go through it
+    prepare(sys.argv[2])
     numbers = [int(number) for number in sys.argv[3:]]
     mine, children = numbers[0], []
     for number in numbers[1:]:
@@ -90,10 +97,6 @@ def main() -> None:
     for pid in children:
         os.waitpid(pid, 0)
     os._exit(0)  # torch takes a second to go in good order, and everything has been said
-
-
-def _module(engine: str) -> str:
-    return "torch_batched" if engine == "torch" else f"{engine}_engine"
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedquilt import methods
+from fedquilt import bundle, methods
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.preflight import needs
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Artefact, Examples, JobError, Method
 from fedquilt.edge_agent.task.protocol import Order
-from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation import Member, machines
 from fedquilt.tools.simulation.carriers import Carry, Hands, by_pool, in_process
 from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
@@ -82,9 +85,12 @@ def simulate(
     folder: Path,
     members: Iterable[Member],
     *,
-    workers: int = 1,
+    workers: int | None = 1,
+    engine: str = "pool",
+    mixed: bool = False,
     together: bool = False,
     test: Examples | None = None,
+    heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
     observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
     home: Path | None = None,
     away: Collection[str] = (),
@@ -94,31 +100,48 @@ def simulate(
     Args:
         job: with its fleet.
         folder: its bundle.
-        workers: processes of the pool; 0: this process carries the devices' work out.
+        workers: processes of the pool; 0: this process carries the devices' work out; None: one for each
+            core, of this machine or of the Ray cluster.
+        engine: "auto", "pool", "ray" or "ray://HOST:PORT".
+        mixed: permit machines that differ in processor, GPU and libraries: of one cluster, or of an interrupted run
+            and of what goes on with it.
         members: iterated once: examples made by an iterator are never in memory all at once.
         together: train devices in one graph where the engine can: faster for small networks, and equal to the
             loop to float tolerance, not to the bit.
         test: examples of `Hands.test`.
+        heard: called with each fact of the run.
         observe: called before the first round, after each, and at the end.
         home: folder that keeps the run, which continues there if interrupted; None: not kept.
         away: members that are not online at first.
 
     Raises:
-        JobError: the run has failed; gives the reason.
-        PoolError: a worker has ended.
+        JobError: the run has failed; gives the reason. Or machines differ.
+        PoolError: a worker has ended, or no cluster is reached.
     """
     began_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(Scratch()) if home is None else home
-        if workers:
-            carry, held = stack.enter_context(by_pool(job, members, workers=workers, together=together, test=test))
-        else:
+        if workers == 0:
             carry, held = in_process(members, together=together, test=test)
-        simulation = stack.enter_context(Simulation(job, folder, held, place, away=away))
+        else:
+            modules = needs(job, bundle.load(folder))
+            pool = by_pool(
+                job,
+                members,
+                workers=workers,
+                engine=engine,
+                mixed=mixed,
+                modules=modules,
+                together=together,
+                test=test,
+            )
+            carry, held = stack.enter_context(pool)
+        simulation = stack.enter_context(Simulation(job, folder, held, place, heard=heard, away=away))
         simulation.look_ahead(carry.ahead)
         waited_s = time.perf_counter()
         carry.ready()  # workers have imported their engine while the run was taken up
         simulation.paused(time.perf_counter() - waited_s)
+        machines.keep(place, simulation.run, carry.machines, mixed=mixed)
         start_s = time.perf_counter() - began_s
         for each in play([simulation], carry):
             observe(each, carry)

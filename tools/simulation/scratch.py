@@ -56,22 +56,48 @@ def _made() -> tuple[Path, int | None]:
         os.close(lock)  # taken for one that was left behind all the same, before it was locked
 
 
+class Common:
+    """A folder by name, for several processes: it is removed when the last of them leaves it, or is gone.
+
+    Args:
+        name: nobody else's, and not to be guessed by other users of the machine.
+    """
+
+    def __init__(self, name: str) -> None:
+        remove_left_behind()
+        self.path = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if self.path.exists():
+                    return
+                os.close(self._lock)  # the last one left it before it was locked
+
+    def leave(self) -> None:
+        """Leave the folder."""
+        os.close(self._lock)
+        with contextlib.suppress(OSError):
+            _remove_unless_held(self.path)
+
+
 def remove_left_behind() -> None:
     """Remove folders of this user whose process is gone."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
                 with contextlib.suppress(OSError):
-                    _remove_unless_held(entry)
+                    _remove_unless_held(Path(entry))
 
 
-def _remove_unless_held(entry: os.DirEntry[str]) -> None:
+def _remove_unless_held(folder: Path) -> None:
     """Raises OSError where the folder is in use, or not ours."""
-    if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+    if folder.stat(follow_symlinks=False).st_uid != os.getuid():
         return
-    lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(entry.path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)

@@ -76,6 +76,7 @@ class Simulation:
         home: of the coordinator; a run that was interrupted there goes on, and `rounds` begins with those it had.
         load: finds a method by its name.
         engine: that devices have; None: the job's, or the first of the method's that is installed.
+        heard: called with each fact of the run.
         away: members that are not online at first (`fleet.arrive`, `fleet.leave`).
 
     Raises:
@@ -92,10 +93,11 @@ class Simulation:
         *,
         load: Callable[[str], Method] = methods.load,
         engine: str | None = None,
+        heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
         make: Callable[[str], Device] = boards.make,
         away: Collection[str] = (),
     ) -> None:
-        self.job, self.members = job, members
+        self.job, self.members, self._heard = job, members, heard
         self.now_s = 0.0
         self.rounds: list[Round] = []
         self.status, self.reason = "running", ""
@@ -273,6 +275,7 @@ class Simulation:
 
     def _observe(self, job: Running, fact: AnyFact) -> None:
         self.running = job
+        self._heard(job, fact)
         if isinstance(fact, Asked) and self._ahead is not None:
             self._ahead.coming(len(fact.devices))
         if isinstance(fact, Asked | Answered | Committed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.testing.toys import learners, to_train
 from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.pool import Pool, PoolError
+from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.processes import Processes
 from fedquilt.tools.simulation.run import play, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers import PoolError
 
 JOB: dict[str, Any] = {
     "name": "toy",
@@ -61,16 +63,16 @@ class Heard:
         self.orders.append(order)
 
 
-class Watched(Pool):
-    """A pool that notes which packages it sends."""
+class Watched(Processes):
+    """Workers that note how many packages they are given."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__("numpy", MEMBERS, workers=workers)
-        self.sent = 0
+    def __init__(self, count: int) -> None:
+        super().__init__("numpy", count)
+        self.given = 0
 
-    def _send(self, to: Any, payload: bytes) -> None:
-        self.sent += 1
-        super()._send(to, payload)
+    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+        self.given += 1
+        super().give(worker, orders, together)
 
 
 def bundles(found: Iterator[tuple[Order, Outcome]]) -> list[tuple[str, dict[str, Any]]]:
@@ -100,21 +102,21 @@ def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Pat
 
 def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, tmp_path: Path) -> None:
     """Two workers have two of five before anybody asks; the outcomes are those without announcements."""
-    with begun(folder, tmp_path / "home") as simulation, Watched(2) as pool:
+    with begun(folder, tmp_path / "home") as simulation, Pool(workers := Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
         plain = bundles(pool.carry_out(orders))
-        pool.sent = 0
+        workers.given = 0
         pool.coming(len(orders))
         for order in orders:
             pool.begun(order)
-        assert pool.sent >= 2
+        assert workers.given >= 2
         assert bundles(pool.carry_out(orders)) == plain
-        assert pool.sent == len(orders)
+        assert workers.given == len(orders)
 
 
 def test_other_orders_than_were_announced_are_carried_out_as_if_nothing_had_been(folder: Path, tmp_path: Path) -> None:
     """An evaluation in between leaves what is announced for later; an order that is missing costs its work alone."""
-    with begun(folder, tmp_path / "home") as simulation, Watched(2) as pool:
+    with begun(folder, tmp_path / "home") as simulation, Pool(Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
         plain = bundles(pool.carry_out(orders))
         pool.coming(len(orders))
@@ -131,11 +133,11 @@ def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked
     folder: Path, tmp_path: Path
 ) -> None:
     """Announcing is no part of the job: its failure must not end up as the job's own."""
-    with begun(folder, tmp_path / "home") as simulation, Pool("numpy", MEMBERS, workers=1) as pool:
+    with begun(folder, tmp_path / "home") as simulation, Pool(workers := Processes("numpy", 1), MEMBERS) as pool:
         orders = simulation.advance()
         list(pool.carry_out(orders))
-        os.kill(pool.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pool.pid, os.WEXITED | os.WNOWAIT)
+        os.kill(workers.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, workers.pid, os.WEXITED | os.WNOWAIT)
         pool.coming(len(orders))
         for order in orders:
             pool.begun(order)
@@ -174,7 +176,7 @@ def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_round
         def begun(self, order: Order) -> None:
             now_s[0] += 1.0
 
-    with begun(folder, tmp_path / "home", rounds=2) as simulation, Watched(1) as pool:
+    with begun(folder, tmp_path / "home", rounds=2) as simulation, Pool(Watched(1), MEMBERS) as pool:
         simulation.look_ahead(Slow())
         carry = Hands(lambda orders: [done for _, done in pool.carry_out(orders)], {})
         for _ in play([simulation], carry):

@@ -7,98 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
+from carried import outcome, plan, simulated
 
-from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
-from fedquilt.coordinator.store import Store
-from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.models.partial import masks
-from fedquilt.tools import demo
-from fedquilt.tools.simulation import agents, carriers, run
+from fedquilt import methods
+from fedquilt.tools.simulation import agents, carriers
 from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.simulated_job import Simulation
-
-DIGITS = demo.HERE / "digits.npz"
-NETWORK = {"name": "mlp", "inputs": 64, "hidden": [6, 5], "classes": 10}
-UNITS = masks.Plan(
-    {"1": 6, "3": 5},
-    {},
-    {
-        "1.weight": masks.Follow((6, 64), ("1",)),
-        "1.bias": masks.Follow((6,), ("1",)),
-        "3.weight": masks.Follow((5, 6), ("3",), ("1",)),
-        "3.bias": masks.Follow((5,), ("3",)),
-        "5.weight": masks.Follow((10, 5), (), ("3",)),
-    },
-)
-TRAINING = {"epochs": 2, "batch": 16, "lr": 0.1}
-SAMPLES = ("samples", "fit_samples", "head_samples")
-SEARCH = {"rounds": 3, "subrounds": 1, "expansions": 2, "depth": 4, **dict.fromkeys(SAMPLES, 12)}
-
-
-class Outcome(NamedTuple):
-    """What a run's log says."""
-
-    asked: list[tuple[int, tuple[str, ...]]]
-    answered: list[tuple[int, str, int, int]]  # and its bytes down and up
-    states: list[str]  # sha256 after each round
-    ended: str
-
-
-def outcome(home: Path, run: str) -> Outcome:
-    with Store(home) as store:
-        facts = [fact for _, _, fact in store.facts(run)]
-    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, Answered)]
-    return Outcome(
-        [(fact.round, fact.devices) for fact in facts if isinstance(fact, Asked)],
-        sorted((number, device, used.down_bytes, used.up_bytes) for number, device, used in usage),
-        [fact.state.sha256 for fact in facts if isinstance(fact, Committed)],
-        next(fact.status for fact in facts if isinstance(fact, Ended)),
-    )
-
-
-def engine_of(name: str) -> str:
-    """The lightest that the method runs on, of those that are installed."""
-    able = [engine for engine in ("numpy", "onnx", "torch") if engine in methods.load(name).engines]
-    there = [engine for engine in able if engine in engines.available()]
-    if not there:
-        pytest.skip(f"{name} needs one of these engines: {', '.join(able)}")
-    return there[0]
-
-
-def plan(name: str, place: Path) -> agents.Plan:
-    """A job of four devices of two kinds, two of them in each round."""
-    method = methods.load(name)
-    known = {field.name for field in fields(method.params)}
-    stitches = "onnx" in method.engines
-    params = {key: value for key, value in (SEARCH if stitches else TRAINING).items() if key in known}
-    made = demo.HERE / "bundle"
-    if not stitches:
-        made = place / "bundle"
-        model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-        units = tensors.encode({"json": masks.to_array(UNITS)})
-        bundle.write(made, {"network": NETWORK, "flops": 1e6}, {"model": model, "masks": units})
-    table = {
-        "name": "carried",
-        "method": name,
-        "engine": engine_of(name),
-        "rounds": 3,
-        "seed": 3,
-        "params": params,
-        "cohort": {"size": 2},
-        "fleet": {"devices": 4, "boards": ["jetson-tx2", "raspberry-pi-5"], "budgets": ["1GB", "2GB"]},
-        "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, "limit": 240},
-    }
-    return agents.Plan(settings.parse(table), made, place / "linked")
-
 
 Pools = Callable[[str, int, agents.Plan], Hands]
 
@@ -116,15 +33,6 @@ def pools() -> Iterator[Pools]:
             return made[engine, workers]
 
         yield find
-
-
-def simulated(given: agents.Plan, hands: Hands, home: Path) -> Outcome:
-    held = {member.device: len(member.held) for member in given.members()[0]}
-    with Simulation(given.job, given.bundle, held, home) as simulation:
-        for _ in run.play([simulation], hands):
-            pass
-        name = simulation.run
-    return outcome(home, name)
 
 
 @pytest.mark.parametrize("name", methods.names())

@@ -17,8 +17,10 @@ from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.testing.toys import learners
 from fedquilt.tools.simulation import run
-from fedquilt.tools.simulation.pool import Pool, PoolError
+from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.processes import Processes
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
+from fedquilt.tools.simulation.workers import PoolError
 
 FAST, SLOW = "jetson-agx-orin", "jetson-nano"
 
@@ -265,10 +267,10 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
     """What the kernel counts as killed for want of memory, before and after, decides which is named."""
     counted = iter(kills)
     monkeypatch.setattr(budget, "oom_kills", lambda: next(counted))
-    with Pool("numpy", learners(2, 13), workers=workers) as pool:
+    with Pool(processes := Processes("numpy", workers), learners(2, 13)) as pool:
         pool.warm()
         assert (pool.folder / "examples").exists()
-        os.kill(pool.pid, signal.SIGKILL)
+        os.kill(processes.pid, signal.SIGKILL)
         with pytest.raises(PoolError, match=said):
             pool.warm()
     assert not pool.folder.exists()
@@ -283,15 +285,15 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
     """A library that got no memory says so; one that crashes says nothing of it."""
-    with Pool("numpy", learners(2, 13)) as pool:
+    with Pool(processes := Processes("numpy", 1), learners(2, 13)) as pool:
         pool.warm()
         (pool.folder / "said").write_text(words)
-        os.kill(pool.pid, ends)
+        os.kill(processes.pid, ends)
         with pytest.raises(PoolError, match=said):
             pool.warm()
 
 
 def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None:
     """Python's own."""
-    with Pool("abacus", learners(2, 13)) as pool, pytest.raises(PoolError, match="abacus_engine"):
+    with Pool(Processes("abacus", 1), learners(2, 13)) as pool, pytest.raises(PoolError, match="abacus_engine"):
         pool.warm()

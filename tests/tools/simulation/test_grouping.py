@@ -2,63 +2,75 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
-from unittest.mock import Mock
+from pathlib import Path
 
-import msgspec
 import plain
 import pytest
 
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation import pool
-from fedquilt.tools.simulation.pool import Done, Pool
+from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.workers import Done, Setup
 
 TASK = plain.task(engine="torch", deadline_s=0.0)
 
 
-class Recorded(Pool):
-    """A pool whose only worker is played: notes how many orders go to it at once, and answers as the test says."""
+class Recorded:
+    """The only worker of a pool, played: notes how many orders it is given at once, and answers as the test says."""
 
     def __init__(self) -> None:
-        super().__init__("torch", [], together=True)
-        self._sockets = [Mock(socket.socket)]  # never written to
+        self.ready = (0,)
         self.groups: list[int] = []
         self.joint: Iterator[bool] = iter(())  # of the answers to come
-        self.answer = b""
+        self.answers: list[list[Done]] = []
 
-    def _send(self, to: socket.socket, payload: bytes) -> None:
-        work = msgspec.msgpack.decode(payload, type=pool.Work)
-        assert work.together
-        self.groups.append(len(work.orders))
-        done = [Done(Outcome(reason=each.device), next(self.joint)) for each in work.orders]
-        self.answer = msgspec.msgpack.encode(done)
+    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+        assert together
+        self.groups.append(len(orders))
+        self.answers.append([Done(Outcome(reason=each.device), next(self.joint)) for each in orders])
 
-    def _collect(self, *, block: bool) -> None:
-        for worker in list(self._given):
-            self._given.pop(worker).answer = self.answer
+    def done(self, *, block: bool) -> list[tuple[int, list[Done] | None]]:
+        found: list[tuple[int, list[Done] | None]] = [(0, answer) for answer in self.answers]
+        self.answers = []
+        return found
+
+    def start(self, folder: Path) -> None: ...
+
+    def begin(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
+
+    def stop(self, *, now: bool) -> None: ...
+
+
+class Grouped:
+    """A pool of this worker."""
+
+    def __init__(self) -> None:
+        self.worker = Recorded()
+        self.pool = Pool(self.worker, [], together=True)
 
     def call(self, joint: Sequence[bool]) -> list[int]:
         """The groups of one call; each order's answer is its own."""
-        self.groups, self.joint = [], iter(joint)
+        self.worker.groups, self.worker.joint = [], iter(joint)
         orders = [Order(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
-        assert [(order, outcome.reason) for order, outcome in self.carry_out(orders)] == [
+        assert [(order, outcome.reason) for order, outcome in self.pool.carry_out(orders)] == [
             (order, order.device) for order in orders
         ]
-        return self.groups
+        return self.worker.groups
 
 
 @pytest.mark.parametrize("count", [1, 32, 40])
 def test_orders_go_together_once_the_first_of_a_call_has_been_trained_with_others(count: int) -> None:
     """In parts that are about equal and at most 32 long; whatever became of the later ones decides nothing."""
-    made = Recorded()
+    made = Grouped()
     assert made.call([True] + [False] * 4) == [1] * 5  # nothing is known yet
     assert made.call([True] + [False] * (count - 1)) == {1: [1], 32: [32], 40: [20, 20]}[count]
 
 
 def test_orders_go_alone_again_after_a_call_whose_first_was_trained_alone() -> None:
     """An evaluation between two rounds, say: the next call is not kept waiting for one worker."""
-    made = Recorded()
+    made = Grouped()
     made.call([True, True])
     assert made.call([False, True, True]) == [3]
     assert made.call([True, True, True]) == [1, 1, 1]

@@ -1,0 +1,111 @@
+"""examples/cluster: the Slurm script with a Slurm and a Ray that are played, and the manifests of a RayJob."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import until
+
+import command_lines
+
+FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
+SCRIPT = FOLDER / "slurm.sbatch"
+SLURM = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_NNODES": "3", "SLURM_CPUS_PER_TASK": "16"}
+PROGRAMS = {
+    "scontrol": "test \"$*\" = 'show hostnames node[1-3]' && echo localhost && echo node2 && echo node3",
+    "srun": 'echo "srun $*" >> said; while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "ray": 'echo "ray $* $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> said; '
+    'while [[ $1 != -- ]]; do shift; done; shift; exec "$@"',
+}
+
+
+def environment(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a batch script of Slurm's, with these programs before all others."""
+    (folder / "bin").mkdir()
+    for name, body in programs.items():
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    return {**os.environ, **SLURM, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_path: Path) -> None:
+    """By the first one's address, with all its processors and a token that no other job has; its end is the job's."""
+    env = environment(tmp_path, {**PROGRAMS, "fedquilt": 'echo "fedquilt $*" >> said; exit 8'})
+    for _ in range(2):
+        done = subprocess.run(["bash", str(SCRIPT), "job.toml", "/runs"], cwd=tmp_path, env=env, check=False)
+        assert done.returncode == 8
+    srun, ray, fedquilt, *again = (tmp_path / "said").read_text().splitlines()
+    assert "--nodes=3 --ntasks=3" in srun
+    assert "symmetric-run --address 127.0.0.1:6379 --min-nodes 3 --num-cpus=16 " in ray
+    assert fedquilt == "fedquilt fleet job.toml --engine ray --home /runs"
+    command_lines.parsed(shlex.split(fedquilt)[1:])
+    mode, token = ray.split()[-2:]
+    assert mode == "token"
+    assert re.fullmatch("[0-9a-f]{64}", token)
+    assert not again[1].endswith(token)
+
+
+def test_the_script_without_a_job_says_how_it_is_called(tmp_path: Path) -> None:
+    """And starts nothing."""
+    env = environment(tmp_path, PROGRAMS)
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "sbatch slurm.sbatch job.toml [HOME]" in done.stderr
+    assert not (tmp_path / "said").exists()
+
+
+def test_slurms_warning_before_the_time_is_up_reaches_the_command(tmp_path: Path) -> None:
+    """So that it ends well, and goes on when the script is submitted again."""
+    waits = "trap 'echo ended >> said; exit 0' TERM; echo began >> said; sleep infinity & wait"
+    env = environment(tmp_path, {**PROGRAMS, "fedquilt": waits})
+    process = subprocess.Popen(["bash", str(SCRIPT), "job.toml"], cwd=tmp_path, env=env)
+    said = tmp_path / "said"
+    until(lambda: said.exists() and "began\n" in said.read_text(), "the command", 60.0)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    until(lambda: said.read_text().endswith("ended\n"), "its end", 60.0)
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    """The RayJob of the manifests."""
+    yaml = pytest.importorskip("yaml")
+    found = {each["kind"]: each for each in yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())}
+    assert found.keys() == {"PersistentVolumeClaim", "RayJob"}
+    claim = found["RayJob"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"][1]
+    assert claim["persistentVolumeClaim"]["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+    return found["RayJob"]["spec"]
+
+
+def test_the_ray_jobs_commands_are_ours_and_its_files_are_mounted(job: dict[str, Any]) -> None:
+    """The run's home lies on the volume that outlives the cluster."""
+    shell, option, script = shlex.split(job["entrypoint"])
+    assert (shell, option) == ("sh", "-c")
+    commands = [shlex.split(part)[1:] for part in script.split("&&") if part.split()[0] == "fedquilt"]
+    for words in commands:
+        command_lines.parsed(words)
+    (head,) = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    mounted = {each["name"]: each["mountPath"] for each in head["volumeMounts"]}
+    assert commands[-1][-2:] == ["--home", mounted["runs"]]
+    assert f"cp {mounted['job']}/*" in script
+
+
+def test_the_ray_clusters_head_has_no_workers_and_asks_for_a_token(job: dict[str, Any]) -> None:
+    """Head and workers run one image, and none reports to Ray's makers."""
+    cluster = job["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    containers = [each for pod in pods for each in pod["template"]["spec"]["containers"]]
+    assert {each["image"] for each in containers} == {"fedquilt-ray"}
+    for each in containers:
+        assert {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"} in each["env"]

@@ -1,0 +1,94 @@
+"""Ray nodes on this machine, and what a job comes to on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.tools.simulation import agents
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.ray_workers import RayWorkers
+
+STORE_BYTES = 100 << 20
+
+
+class Nodes:
+    """Ray nodes of one cluster on this machine, with one processor each."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False, "node_name": "one"}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address = str(self._cluster.address)
+
+    def add(self, name: str, env: dict[str, str] | None = None) -> Any:
+        """Start a further node, with these variables in its environment."""
+        return self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, node_name=name, env_vars=env or {})
+
+    def kill(self, node: Any) -> None:
+        """Kill all processes of a node, and forget it."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def workers(self, node: Any) -> list[psutil.Process]:
+        """Processes of our workers on a node."""
+        raylet = node.all_processes["raylet"][0].process.pid
+        return [each for each in psutil.Process(raylet).children() if each.name().startswith("ray::Node")]
+
+    @property
+    def head(self) -> Any:
+        return self._cluster.head_node
+
+    def end(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def undisturbed(node: str, number: int) -> Iterator[None]:
+    """Nothing happens while orders are given."""
+    yield
+
+
+class Watched(RayWorkers):
+    """Workers that note which node is given orders.
+
+    Args:
+        engine: of their devices.
+        amid: around each handing over of orders, with the node and how many there have been.
+    """
+
+    def __init__(self, engine: str, amid: Callable[[str, int], AbstractContextManager[None]] = undisturbed) -> None:
+        super().__init__(engine, "ray", count=None, mixed=False)
+        self._amid = amid
+        self.nodes: list[str] = []
+
+    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+        node = self._all[worker].node
+        self.nodes.append(node)
+        with self._amid(node, len(self.nodes)):
+            super().give(worker, orders, together)
+
+
+@contextmanager
+def hands(workers: RayWorkers, given: agents.Plan) -> Iterator[Hands]:
+    members = given.members()[0]
+    with Pool(workers, members) as pool:
+        pool.warm()
+        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), pool.held, pool)
+
+
+@contextmanager
+def cluster() -> Iterator[Nodes]:
+    """A cluster of one node, which RAY_ADDRESS names meanwhile."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        made = Nodes()
+        patched.setenv("RAY_ADDRESS", made.address)
+        yield made
+        made.end()

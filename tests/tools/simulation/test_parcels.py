@@ -1,0 +1,130 @@
+"""Orders for another machine: files by their content, what comes of them as bytes, and a node's own folder of files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import plain
+import pytest
+
+from fedquilt.core import BlobRef, StoreError
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.tools.simulation import parcels
+from fedquilt.tools.simulation.ray_node import Files
+from fedquilt.tools.simulation.workers import Done
+
+
+def sha256(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+def ref(payload: bytes) -> BlobRef:
+    return BlobRef(sha256=sha256(payload), size=len(payload))
+
+
+def written(path: Path, payload: bytes) -> str:
+    path.write_bytes(payload)
+    return str(path)
+
+
+def order(folder: Path, **changes: object) -> Order:
+    task = plain.task(bundles={"model": ref(b"weights")})
+    given = {
+        "data": {"share": "dev-0", "honest": written(folder / "honest", b"what others sent")},
+        "bundles": {"model": written(folder / "blob", b"weights")},
+        "private": written(folder / "mine", b"private state"),
+        "cache": str(folder / "cache"),
+        "out": str(folder),
+        "prefix": "dev-0.",
+        "whole_bytes": 8,
+    }
+    return Order(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
+    """Bundle, private state and what adversaries overheard; everything else stays as it is."""
+    given = order(tmp_path)
+    sent, files = parcels.packed(given)
+    assert str(tmp_path) not in repr(sent)
+    assert files == {
+        sha256(b"weights"): given.bundles["model"],
+        sha256(b"private state"): given.private,
+        sha256(b"what others sent"): given.data["honest"],
+    }
+    there = parcels.unpacked(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
+    assert there.bundles == {"model": f"/node/{sha256(b'weights')}"}
+    assert there.private == f"/node/{sha256(b'private state')}"
+    assert there.data == {"share": "dev-0", "honest": f"/node/{sha256(b'what others sent')}"}
+    assert (there.cache, there.out, there.task) == ("/node/caches/dev-0", "/node/out", given.task)
+
+
+def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written_it(tmp_path: Path) -> None:
+    """A bundle of 8 bytes and more in a file, a smaller one with the outcome, private state in its file."""
+    given = order(tmp_path)
+    small, large, private = b"small", b"larger than eight", b"left for the next round"
+    outcome = Outcome(
+        bundles={"a": ref(small), "b": ref(large)},
+        blobs={sha256(small): small, sha256(large): large},
+        private=ref(private),
+    )
+    made = parcels.Made([Done(outcome, False)], {sha256(private): private})
+    (done,) = parcels.received([given], made)
+    assert done.outcome.blobs == {sha256(small): small}
+    assert (tmp_path / f"dev-0.{sha256(large)}").read_bytes() == large
+    assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private
+
+
+# -- the files of a node --------------------------------------------------------------------------
+
+
+def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], most_bytes: int = 1 << 20) -> Files:
+    def fetch(reference: str) -> bytes:
+        fetched.append(reference)
+        return store[reference]
+
+    return Files(node, node / worker, fetch, most_bytes)
+
+
+def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> None:
+    """The second one finds the first one's, and each has it under a name of its own."""
+    store, fetched = {"ref": b"weights"}, list[str]()
+    one, two = (files(tmp_path, name, store, fetched) for name in ("one", "two"))
+    first, second = (Path(each.find(sha256(b"weights"), "ref")) for each in (one, two))
+    assert fetched == ["ref"]
+    assert first != second
+    assert first.read_bytes() == second.read_bytes() == b"weights"
+
+
+def test_a_state_that_a_node_made_is_not_fetched_by_it(tmp_path: Path) -> None:
+    """It is there for whichever of its workers gets the device's next order."""
+    fetched: list[str] = []
+    one, two = (files(tmp_path, name, {}, fetched) for name in ("one", "two"))
+    one.put(sha256(b"private"), b"private")
+    one.rest([])
+    assert Path(two.find(sha256(b"private"), "ref")).read_bytes() == b"private"
+    assert not fetched
+
+
+def test_a_full_folder_loses_what_was_used_longest_ago_and_nobody_loses_what_is_in_use(tmp_path: Path) -> None:
+    """Of three contents of 4 bytes, where 8 bytes fit; a lost one is fetched again."""
+    store, fetched = {"a": b"aaaa", "b": b"bbbb", "c": b"cccc"}, list[str]()
+    one, two = (files(tmp_path, name, store, fetched, most_bytes=8) for name in ("one", "two"))
+    in_use = Path(two.find(sha256(b"aaaa"), "a"))
+    for seconds, name in enumerate(store):
+        path = one.find(sha256(store[name]), name)
+        os.utime(path, (seconds, seconds))
+    one.rest([sha256(b"cccc")])
+    assert {each.read_bytes() for each in (tmp_path / "files").iterdir()} == {b"bbbb", b"cccc"}
+    assert in_use.read_bytes() == b"aaaa"
+    assert Path(one.find(sha256(b"aaaa"), "a")).read_bytes() == b"aaaa"
+    assert fetched == ["a", "b", "c", "a"]
+
+
+def test_a_content_that_comes_damaged_is_refused(tmp_path: Path) -> None:
+    """By its digest; nothing of it is kept."""
+    made = files(tmp_path, "one", {"ref": b"weighty"}, [])
+    with pytest.raises(StoreError, match="came damaged from the object store"):
+        made.find(sha256(b"weights"), "ref")
+    assert not list((tmp_path / "files").iterdir())

@@ -1,0 +1,139 @@
+"""Which Ray a fleet's workers run on: one that this machine is a node of, one elsewhere, or one started for the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from fedquilt import extras
+from fedquilt.core import JobError
+from fedquilt.tools.simulation.workers import KEPT, SINGLE, PoolError
+
+SCHEME: Final = "ray://"
+STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started here; what is more goes to its disk
+KNOCK_S: Final = 10.0
+QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
+ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a Ray that listens on 127.0.0.1 alone
+
+
+class Connected(NamedTuple):
+    """A connection to Ray."""
+
+    ray: Any  # the module
+    ours: bool  # whether it is to be closed at the end: the program was not connected before
+    own: bool  # whether this Ray was started for the run, with the workers' environment
+
+
+def chosen(engine: str, environ: Mapping[str, str]) -> str:
+    """The engine that a word stands for: "pool", "ray", or the address of a cluster.
+
+    "auto" is a pool of processes on one machine, and Ray where RAY_ADDRESS says that this process belongs to a cluster.
+
+    Raises:
+        JobError: no such engine.
+    """
+    if engine == "auto":
+        return "ray" if environ.get("RAY_ADDRESS") else "pool"
+    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
+    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
+        return engine
+    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
+
+
+def running(environ: Mapping[str, str]) -> str | None:
+    """Address of the Ray that this machine is a node of: RAY_ADDRESS, or what `ray start` notes; None: there is none.
+
+    Ray itself would also take one that somebody else's program has started for itself.
+    """
+    if address := environ.get("RAY_ADDRESS"):
+        return address
+    noted = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
+    try:
+        return noted.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def connect(engine: str, processors: int | None) -> Connected:
+    """Load Ray, and connect to a cluster unless this process is connected to one.
+
+    Args:
+        engine: "ray" or an address.
+        processors: of a Ray that is started for the run; None: the cores that this process may use.
+
+    Raises:
+        JobError: Ray is not installed.
+        PoolError: no cluster answers, or it is of another version.
+    """
+    there = engine if engine != "ray" else running(os.environ)
+    how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if not there:
+        how |= {
+            "num_cpus": processors or len(os.sched_getaffinity(0)),
+            "include_dashboard": False,
+            "object_store_memory": STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    with _environment({**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE})}):
+        ray = extras.load("ray")
+        if ray.is_initialized():
+            return Connected(ray, ours=False, own=False)
+        try:
+            if there:
+                _knock(there)
+            with _signals_kept():
+                ray.init(address=there or "local", **how)
+        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise PoolError(
+                f"no Ray could be reached at {there} ({said}): it has to run the same versions of Ray and Python, "
+                f"with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client server, port "
+                "10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
+                if there
+                else f"Ray could not be started ({said}): `fedquilt fleet --engine pool` needs none"
+            ) from None
+    return Connected(ray, ours=True, own=not there)
+
+
+def _knock(address: str) -> None:
+    """Try whether anybody listens at an address: Ray waits for minutes for a cluster that is gone.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, colon, port = address.removeprefix(SCHEME).rpartition(":")
+    if colon and port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_S):
+            pass
+
+
+@contextlib.contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables that Ray, and the processes that it starts now, find in their environment."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Have SIGTERM end this process as before, where Ray would handle it."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # in another thread than the main one, where Ray handles none either
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,303 @@
+"""Workers of a pool on the nodes of a Ray cluster: one actor for each processor, all files by way of its object store.
+
+Ray starts processes, moves bytes and notices which nodes are lost; it decides nothing. What it is given are bytes of
+our own encoding and references to such bytes (docs/adr/0014-ray-for-simulated-fleets.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from fedquilt.core import JobError
+from fedquilt.disk import REAL
+from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.tools.simulation import machines, parcels, ray_cluster
+from fedquilt.tools.simulation.machines import Machine
+from fedquilt.tools.simulation.ray_node import Node
+from fedquilt.tools.simulation.workers import KEPT, SINGLE, Done, PoolError, Setup, Work
+
+log = logging.getLogger("fedquilt.simulation")
+
+PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
+REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
+LOOK_S: Final = 5.0  # between two looks at which nodes there are
+PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
+FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
+LEAVING_S: Final = 5.0
+
+
+@dataclass
+class Hired:
+    """One worker, as seen from here."""
+
+    actor: Any
+    node: str  # id
+    state: Literal["hello", "begin", "ready"] = "hello"
+    orders: Sequence[Order] = ()
+    held: list[Any] = field(default_factory=list)  # references that its orders need
+
+
+class RayWorkers:
+    """`Workers` on a Ray cluster.
+
+    Args:
+        engine: "torch", "numpy" or "onnx".
+        address: "ray": the Ray that this machine is a node of, or else one that is started here for the run;
+            "ray://HOST:PORT": the client server of a cluster.
+        count: how many workers; None: one for each processor of the cluster.
+        mixed: permit nodes whose processor, GPU or libraries differ.
+        modules: top-level modules of plug-ins that the job needs.
+    """
+
+    def __init__(
+        self, engine: str, address: str, *, count: int | None, mixed: bool, modules: Collection[str] = ()
+    ) -> None:
+        if count is not None and count < 1:
+            raise JobError(f"{count} workers: at least 1 is needed")
+        self._engine, self._address, self._count = engine, address, count
+        self._mixed, self._modules = mixed, tuple(sorted(modules))
+        self._ray: Any = None
+        self._connected = self._own = False  # whether this Ray is to be left at the end, and was started for the run
+        self._all: dict[int, Hired] = {}
+        self._calls: dict[Any, int] = {}  # reference of an answer -> worker
+        self._number = 0
+        self._folder = f"ray-{secrets.token_hex(8)}"
+        self._begin: parcels.Begin | None = None
+        self._pieces: list[Any] = []  # of the examples, while a worker fetches them
+        self._references: dict[str, Any] = {}  # sha256 -> reference
+        self._failed: Counter[str] = Counter()  # node -> workers in a row that did not get ready
+        self._names: dict[str, str] = {}  # node -> what it is called
+        self._words = ""  # last words of a worker that was lost
+        self._warmed = False
+        self._looked_s = 0.0
+        self.machines: dict[str, Machine] = {}
+
+    # -- what a pool calls --
+
+    def start(self, folder: Path) -> None:
+        """Connect, and start the workers."""
+        self._ray, self._connected, self._own = ray_cluster.connect(self._address, self._count)
+        nodes = self._nodes()
+        there = sum(nodes.values())
+        if self._count is not None and self._count > there:
+            raise JobError(f"{self._count} workers: the Ray cluster has {there} processors; give --workers {there}")
+        self._actor = self._ray.remote(Node)
+        self._hire(self._count or there, nodes)
+
+    def begin(self, setup: Setup) -> None:
+        """Send the examples to each node as its first worker reports."""
+        self._begin = parcels.Begin(setup, REAL.digest(setup.examples))
+
+    def warm(self) -> None:
+        """Wait until all workers are ready, or some are and the others find no free processor.
+
+        Raises:
+            JobError: a node differs, and nodes may not be mixed; or its code is another.
+            PoolError: none gets ready.
+        """
+        began_s = time.monotonic()
+        while any(each.state != "ready" for each in self._all.values()) or not self._all:
+            for _ in self.done(block=True):
+                raise AssertionError("nobody has orders yet")
+            if time.monotonic() > began_s + PATIENCE_S and any(self.ready):
+                log.warning("%d of %d workers are ready: the others find no processor", len(self.ready), len(self._all))
+                break
+        self._warmed = True
+
+    @property
+    def ready(self) -> list[int]:
+        """Workers that have the examples."""
+        return [number for number, each in self._all.items() if each.state == "ready"]
+
+    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+        """Send orders; the files that they name are in the object store, and a node fetches what it lacks."""
+        sent, files = [], {}
+        for order in orders:
+            packed, named = parcels.packed(order)
+            sent.append(packed)
+            files.update(named)
+        shared = {ref.sha256 for order in orders for ref in order.task.bundles.values()}
+        offered = [self._offered(sha256, path, sha256 in shared) for sha256, path in files.items()]
+        parcel = parcels.Parcel(Work(tuple(sent), together), tuple(files))
+        given = self._all[worker]
+        given.orders, given.held = orders, offered
+        self._call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
+
+    def done(self, *, block: bool) -> Iterator[tuple[int, list[Done] | None]]:
+        """Take what has come; a worker that is lost is replaced where its node is still there."""
+        if block and not self._calls:
+            self._look()
+        for reference in self._come(LOOK_S if block else 0.0):
+            number = self._calls.pop(reference)
+            hired = self._all[number]
+            orders, hired.orders, hired.held = hired.orders, (), []
+            try:
+                answer = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                self._lose(number, error)
+                if orders:
+                    yield number, None
+                continue
+            if hired.state == "ready":
+                yield number, parcels.received(orders, msgspec.msgpack.decode(answer, type=parcels.Made))
+            else:
+                self._advance(number, hired, answer)
+        if block and time.monotonic() > self._looked_s + LOOK_S:
+            self._look()
+
+    def stop(self, *, now: bool) -> None:
+        """End the workers, and a Ray that was started or connected to for them."""
+        if self._ray is None or not self._ray.is_initialized():
+            return
+        with contextlib.suppress(Exception):  # a cluster that is gone has ended them
+            if not now:
+                left = [each.actor.leave.remote() for each in self._all.values() if each.state != "hello"]
+                if left:
+                    self._ray.wait(left, num_returns=len(left), timeout=LEAVING_S)
+            for each in self._all.values():
+                self._ray.kill(each.actor)
+        self._all, self._calls, self._references, self._pieces = {}, {}, {}, []
+        if self._connected:
+            self._ray.shutdown()
+
+    # -- within --
+
+    def _nodes(self) -> dict[str, int]:
+        """Nodes that are there, and how many processors each has."""
+        found = {}
+        for node in self._ray.nodes():
+            if node["Alive"] and (count := int(node["Resources"].get("CPU", 0))):
+                found[node["NodeID"]] = count
+                called = node.get("NodeName") or node["NodeManagerAddress"]
+                self._names[node["NodeID"]] = f"{called} (Ray node {node['NodeID'][:8]})"
+        return found
+
+    def _hire(self, wanted: int, nodes: Mapping[str, int]) -> None:
+        """Start so many workers, on the nodes in turn; none where several could not start."""
+        free = {
+            node: count - sum(each.node == node for each in self._all.values())
+            for node, count in nodes.items()
+            if self._failed[node] < FAILED
+        }
+        while wanted > 0 and (able := [node for node, count in free.items() if count > 0]):
+            for node in able[:wanted]:
+                free[node] -= 1
+                wanted -= 1
+                self._start(node)
+
+    def _start(self, node: str) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        folder = f"{self._folder}-{node[:12]}"
+        asked = parcels.Asked(self._engine, self._modules, folder)
+        actor = self._actor.options(
+            num_cpus=1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env=None if self._own else {"env_vars": {**KEPT, **SINGLE}},
+        ).remote(msgspec.msgpack.encode(asked))
+        self._all[self._number] = Hired(actor, node)
+        self._call(self._number, actor.hello.remote())
+        self._number += 1
+
+    def _call(self, worker: int, reference: Any) -> None:
+        self._calls[reference] = worker
+
+    def _come(self, timeout_s: float) -> list[Any]:
+        """References of the calls that have ended, well or not."""
+        if not self._calls:
+            return []
+        waiting = list(self._calls)
+        come, _ = self._ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        return self._ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if come else []
+
+    def _advance(self, number: int, hired: Hired, answer: bytes) -> None:
+        """Bring a worker that is not ready yet one step further."""
+        if hired.state == "begin":
+            hired.state, self._failed[hired.node] = "ready", 0
+            if not any(each.state == "begin" for each in self._all.values()):
+                self._pieces = []
+            return
+        if not self._welcome(number, hired, answer):
+            return
+        assert self._begin is not None
+        hired.state = "begin"
+        if not self._pieces:
+            self._pieces = [self._ray.put(each) for each in parcels.pieces(self._begin.setup.examples, PIECE_BYTES)]
+        self._call(number, hired.actor.begin.remote(msgspec.msgpack.encode(self._begin), self._pieces))
+
+    def _welcome(self, number: int, hired: Hired, answer: bytes) -> bool:
+        """Whether a worker's machine may take part.
+
+        Raises:
+            JobError: it may not, and the run has not begun.
+        """
+        named = self._names[hired.node]
+        try:
+            try:
+                machine = msgspec.msgpack.decode(answer, type=Machine)
+            except msgspec.ValidationError as error:
+                raise JobError(f"{named} has another version of fedquilt ({error}): install the same there") from None
+            here = machines.here(self._modules)
+            machines.require_alike({"this machine": here}, named, machine, mixed=True)
+            machines.require_alike(self.machines, named, machine, mixed=self._mixed)
+        except JobError as error:
+            if not self._warmed:
+                raise
+            if self._failed[hired.node] < FAILED:
+                log.warning("%s is left out: %s", named, error)
+            self._failed[hired.node] = FAILED
+            self._ray.kill(self._all.pop(number).actor)
+            return False
+        self.machines.setdefault(named, machine)
+        return True
+
+    def _lose(self, number: int, error: BaseException) -> None:
+        """Forget a worker that is gone or has failed."""
+        hired = self._all.pop(number)
+        self._words = " ".join(str(error).split())[-500:]
+        if hired.state != "ready":
+            self._failed[hired.node] += 1
+        log.warning("a worker on %s is lost, and its orders go to another: %s", self._names[hired.node], self._words)
+        with contextlib.suppress(Exception):
+            self._ray.kill(hired.actor)
+        self._look()
+
+    def _look(self) -> None:
+        """Replace lost workers, on nodes that there are.
+
+        Raises:
+            PoolError: no worker is left, and no node on which one could start.
+        """
+        self._looked_s = time.monotonic()
+        try:
+            nodes = self._nodes()
+        except Exception as error:  # the cluster's head is gone
+            raise PoolError(f"the Ray cluster is lost ({error}): start the command again, and it goes on") from None
+        self._hire((self._count or sum(nodes.values())) - len(self._all), nodes)
+        if not self._all:
+            raise PoolError(
+                f"no worker is left on the Ray cluster; the last one's words: {self._words or '(none)'}; start the "
+                "command again when it has nodes, and it goes on"
+            )
+
+    def _offered(self, sha256: str, path: str, shared: bool) -> Any:
+        """Reference of a file's content; the last of those that many devices get are kept."""
+        if sha256 in self._references:
+            self._references[sha256] = self._references.pop(sha256)
+            return self._references[sha256]
+        reference = self._ray.put(Path(path).read_bytes())
+        if shared:
+            self._references[sha256] = reference
+            while len(self._references) > REFERENCES:
+                del self._references[next(iter(self._references))]
+        return reference
