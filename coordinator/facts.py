@@ -31,10 +31,11 @@ class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Started(Fact, frozen=True):
-    """The method's first state is stored."""
+    """The method's first state is stored; or a site is given another state, for a round of the coordinator above it."""
 
     state: BlobRef
     settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
+    begins: int = 0  # number of the round that begins with it, where that is later than the job's next
 
 
 class Surveyed(Fact, frozen=True):
@@ -279,7 +280,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
     match fact:
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
-            return replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
+            state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
+            return state if fact.begins <= state.round and not state.answered else _cleared(state, fact.begins)
         case Noted():
             return state
         case Surveyed():
@@ -365,23 +367,19 @@ def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
     )
 
 
+def _cleared(state: Rounds, round: int) -> Rounds:
+    """The job before a round of which nothing has happened yet: the running one is committed, or was given up."""
+    state = replace(state, round=max(state.round, round), attempt=0, asked=frozenset(), answered={}, declined={})
+    return replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset())
+
+
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
     took_part = {device: state.history.get(device, NEVER).plus(state.round) for device in state.answered}
     after = replace(
-        state,
+        _cleared(state, state.round + 1),
         phase="selecting",
-        round=state.round + 1,
-        attempt=0,
         opened_s=now_s,
         state=fact.state,
-        asked=frozenset(),
-        epochs={},
-        silent=(),
-        answered={},
-        folded=None,
-        declined={},
-        idle=frozenset(),
-        lost=frozenset(),
         history={**state.history, **took_part},
         finished=state.finished or fact.finished,
         checked=state.over and not state.settling,

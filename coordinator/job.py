@@ -38,9 +38,9 @@ from fedquilt.core import (
     Update,
     UpdateError,
     Work,
+    alike,
     derived,
     expected,
-    is_same_for_all,
 )
 
 HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
@@ -326,7 +326,7 @@ class Running:
     def _loaded(self, fact: Committed) -> Done:
         """The fact with the stored state, and with what devices are sent of it where that is known."""
         state = self._load_state(fact.state)
-        if not is_same_for_all(self.method.send) or fact.state.size <= mending.WHOLE_BYTES:
+        if alike(self.method.send) is None or fact.state.size <= mending.WHOLE_BYTES:
             return Done(fact, state, {})
         order = self.method.send(state, DeviceView("", None))
         made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []

@@ -41,6 +41,8 @@ def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_
         raise UpdateError(f"larger than max_update_mb = {most_mb}")
     if expected is None:
         return
+    if expected.other is not None and not update.bundles.keys().isdisjoint(expected.other.bundles):
+        return require_fit(update, expected.other, wire, most_mb)
     if odd := sorted(update.bundles.keys() - expected.bundles.keys()):
         raise UpdateError(f"bundle {odd[0]!r} was not asked for")
     if expected.whole and (absent := sorted(expected.bundles.keys() - update.bundles.keys())):

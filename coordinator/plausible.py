@@ -38,7 +38,8 @@ def most_w(profile: Profile | None) -> float:
     """Watts that a board can take at the most."""
     said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
     known = [watts for watts in said if watts is not None]
-    return min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
+    most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
+    return most * (max(profile.boards, 1) if profile else 1)  # a site has as many boards as it says
 
 
 def bounded(update: Update, ask: Ask, limit_s: float) -> tuple[Update, str]:

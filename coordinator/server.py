@@ -16,13 +16,14 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, triggers, turns
+from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
+from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import UNDER_WAY, Row, Store
 from fedquilt.coordinator.worker import Here, Worker
 from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
@@ -46,6 +47,7 @@ class Server:
         poll_s: interval at which the store is asked for new, stopped and resumed jobs.
         tell: `tell(rollout, fact)` is called with each new fact of a rollout; `only` a job has none carried out.
         worker: for updates and states that are too large for the loop; None: none is.
+        around: makes of a job's method the one that is run: `sites.below` in a site.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Server:
         limits: Limits = Limits(),
         tell: Tell = lambda rollout, fact: None,
         worker: Worker | None = None,
+        around: Callable[[Method, Job], Method] = sites.above,
     ) -> None:
         self.finished = False
         self._desk = Desk(executor, store, observe, worker or Here())
         self._worker, self._sweeps = self._desk.worker, False
         self.registry = self._desk.registry
         self._executor, self._store, self._only, self._load = executor, store, only, load
+        self._around = around
         self._limits = limits
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
@@ -86,6 +90,10 @@ class Server:
         """A job at work; None: it is not served now."""
         serving = self._jobs.get(id)
         return serving.job if serving else None
+
+    def look(self) -> None:
+        """Read requests from the store at the next step, not only when it is time."""
+        self._poll_s = -math.inf
 
     def elsewhere(self, id: str) -> AbstractSet[str]:
         """Devices that other jobs have at this moment."""
@@ -265,7 +273,7 @@ class Server:
         opened, least_s = [], turns.absent(self._claims(now_s))
         for row in rows:
             try:
-                job = Running(row, self._store, now_s, self._load(row.job.method))
+                job = Running(row, self._store, now_s, self._around(self._load(row.job.method), row.job))
             except StoreError:
                 raise
             except Exception as error:  # one job that cannot run does not keep the others from running

@@ -10,7 +10,7 @@ import msgspec
 
 from fedquilt import layer_costs, tensors
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import Action, BlobRef, DeviceView, Order, Task, Tensors, Work, is_same_for_all
+from fedquilt.core import Action, BlobRef, DeviceView, Order, Task, Tensors, Work, alike
 from fedquilt.core.messages import ADDED
 
 HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
@@ -31,23 +31,25 @@ class Common:
 
     def __init__(self, held: float) -> None:
         self._held = held
-        self._order: Order | None = None
-        self._asks: dict[tuple[str, tuple[Action, ...], bool], Ask] = {}  # of that order
+        self._orders: dict[Hashable, Order | None] = {}  # by what the devices have in common
+        self._asks: dict[tuple[int, str, tuple[Action, ...], bool], Ask] = {}  # of those orders, by their identity
         self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def order(self, send: Callable[[Any, DeviceView], Order | None], state: Any, view: DeviceView) -> Order | None:
         """What a method orders of a device."""
-        if not is_same_for_all(send):
+        common = alike(send)
+        if common is None:
             return send(state, view)
-        if self._order is None:
-            self._order = send(state, view)
-        return self._order
+        key = common(view)
+        if key not in self._orders:
+            self._orders[key] = send(state, view)
+        return self._orders[key]
 
     def ask(self, order: Order, actions: tuple[Action, ...], engine: str, uneven: bool) -> Ask:
         """What an order asks of a device with this engine; arguments as of `ask_of`."""
-        if order is not self._order:
+        if not self._common(order):
             return ask_of(order, actions, engine, self._held, uneven)
-        key = engine, actions, uneven
+        key = id(order), engine, actions, uneven
         known = self._asks.get(key)
         if known is None:
             known = self._asks[key] = ask_of(order, actions, engine, self._held, uneven)
@@ -62,11 +64,14 @@ class Common:
             make: builds the message.
             own: fields that are the device's own.
         """
-        if order is not self._order:
+        if not self._common(order):
             return msgspec.structs.replace(make(), **own)
-        if self._made is None or self._made[0] != alike:
-            self._made = (alike, make())
+        if self._made is None or self._made[0] != (id(order), alike):
+            self._made = ((id(order), alike), make())
         return msgspec.structs.replace(self._made[1], **own)
+
+    def _common(self, order: Order) -> bool:
+        return any(order is each for each in self._orders.values())
 
 
 def make_task(

@@ -144,11 +144,16 @@ class Agent:
         Raises:
             JobError: a size or a label that is none.
         """
-        self._means = means_of.of(settings, self._board.memory_bytes)
         self.settings = settings
-        self.duty.take(self._means, settings.governor.rule())
-        self._profile = messages.profile(self.device, self._board, self._means, self._unable)
-        self.publish("profile", self._profile, retain=True)
+        self.have(means_of.of(settings, self._board.memory_bytes))
+
+    def have(self, means: events.Means) -> None:
+        """Go on with other means: those of other settings, or of a site whose boards are other ones now."""
+        self._means = means
+        self.duty.take(means, self.settings.governor.rule())
+        self._profile = messages.profile(self.device, self._board, means, self._unable)
+        if self._link.connected:  # else it is told with the next session
+            self.publish("profile", self._profile, retain=True)
 
     def goodbye(self) -> None:
         """End the task in hand and announce that the device goes; the outbox stays."""

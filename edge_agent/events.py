@@ -152,6 +152,7 @@ class Means(msgspec.Struct, frozen=True):
     confined: tuple[str, ...] | None = None  # what a task's process gives up: `task.confine`; None: it has none
     labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.labels`
     carriers: tuple[str, ...] = ()  # of blobs, beside the broker
+    boards: int = 0  # of a site
 
 
 class Open(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ def profile(device: str, board: Device, means: Means, unable: str = "") -> Profi
         codecs=means.codecs,
         labels=means.labels,
         carriers=means.carriers,
+        boards=means.boards,
     )
 
 

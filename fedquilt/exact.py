@@ -22,6 +22,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from fedquilt import tensors
+from fedquilt.core import Tensors, UpdateError
+
+LIMBS_MOST: Final = 16  # far more than numbers of any range need
 BLOCK: Final = 1 << 14  # entries added at a time: what they need fits into a processor's cache
 SHORT: Final = 1 << 16  # entries from which on the second limb begins as float32
 
@@ -124,6 +128,39 @@ def _second(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.float32 if math.prod(shape) >= SHORT else np.float64)
 
 
+def require(given: Mapping[str, Total], like: Tensors, weight: float) -> None:
+    """Check sums that came from elsewhere.
+
+    Args:
+        given: sums by name.
+        like: tensors that were added up: their names, shapes and types.
+        weight: that they were added up with.
+
+    Raises:
+        UpdateError: names, shapes or types differ, a limb is no float, or a number is not finite or too large.
+    """
+    if odd := sorted(given.keys() ^ like.keys()):
+        raise UpdateError(f"names of sums differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+    for name, total in given.items():
+        _require(name, total, like[name], weight)
+
+
+def _require(name: str, total: Total, like: np.ndarray, weight: float) -> None:
+    if not 1 <= len(total.limbs) <= LIMBS_MOST or any(limb.shape != like.shape for limb in total.limbs):
+        raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {like.shape}")
+    if like.dtype.kind in "iu":
+        return tensors.require_same({name: total.limbs[0]}, {name: like})
+    kinds = [limb.dtype for limb in total.limbs]
+    if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
+        raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
+    most = 2 * weight * math.sqrt(float(np.finfo(like.dtype).max))
+    for limb in total.limbs:
+        tensors.require_finite({name: limb})
+        if limb.size and float(np.abs(limb).max()) > most:
+            raise UpdateError(f"sum {name!r} holds numbers beyond {most:g}, which updates of this weight cannot have")
+    return None
+
+
 # -- whole accumulators ---------------------------------------------------------------------------
 
 
@@ -161,8 +198,11 @@ class Number:
     parts: tuple[float, ...] = ()
 
     def __float__(self) -> float:
-        """Rounded to nearest."""
-        return math.fsum(self.parts)
+        """Rounded to nearest; infinite where it is beyond what a float holds."""
+        try:
+            return math.fsum(self.parts)
+        except (OverflowError, ValueError):
+            return math.inf
 
     def plus(self, *numbers: float) -> Number:
         """Add numbers."""

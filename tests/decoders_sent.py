@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ from wired import MESSAGES
 
 from fedquilt import compression, enrolment, graph_check, tensor_files, tensors, wire
 from fedquilt.blobs import chunks
-from fedquilt.coordinator import manifest
+from fedquilt.coordinator import manifest, settings, sites
 from fedquilt.core import (
     CODECS,
+    Contribution,
     Encoding,
     JobError,
     ModelError,
@@ -275,6 +277,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             measured,
         ),
         "floats": Decoder("fedquilt/tensor_files.py", floats, (UpdateError, StoreError), (plain,), measured),
+        "sum of a site": _summed(state),
         "graph": Decoder("fedquilt/graph_check.py", graph_check.of_bytes, (ModelError,), _graphs(), share=0.5),
         "plan of masks": Decoder(
             "models/partial/masks.py",
@@ -295,6 +298,19 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
             "fedquilt/compression/__init__.py", read, (UpdateError,), (tensors.encode(sent),), measured
         )
     return found
+
+
+def _summed(state: fedavg.State) -> Decoder:
+    """Sum of a site's boards, as the coordinator above reads it."""
+    method = sites.above(fedavg.METHOD, settings.parse({"name": "j", "method": "fedavg"}))
+    boards = [Contribution(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
+    total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
+
+    def read(payload: bytes) -> object:
+        packed = {"packed": np.frombuffer(payload, np.uint8)}
+        return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, {sites.SUM: packed})))
+
+    return Decoder("coordinator/sites.py", read, (UpdateError,), (tensors.pack(total),), measured)
 
 
 def measured(payload: bytes) -> bytes:

@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
 
 from fedquilt import heap, methods, open_metrics, progress
-from fedquilt.coordinator import eligibility, rollouts
+from fedquilt.coordinator import eligibility, rollouts, sites
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
 from fedquilt.coordinator.facts import (
@@ -192,6 +193,22 @@ class Console:
         return f"[{self._clock() - self._began_s:6.1f} s]"
 
 
+class Above(Protocol):
+    """What ties a site's coordinator to the one above it."""
+
+    def observe(self, job: Running, fact: AnyFact) -> None:
+        """Take note of a fact of this coordinator."""
+        ...
+
+    def beside(self, server: Server) -> links.Endpoint:
+        """Endpoint that drives this coordinator and what ties it to the one above."""
+        ...
+
+    def goodbye(self) -> None:
+        """Announce that the site goes."""
+        ...
+
+
 def coordinate(
     store: Store,
     link: Link,
@@ -203,12 +220,13 @@ def coordinate(
     metrics: str | None = None,
     limits: Limits = Limits(),
     where: Where = Where(),
+    site: Above | None = None,
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
     `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
     signed: it takes messages of boards alone that have proved to be who they say. `metrics` is HOST:PORT, where they
-    are served; `where` are places of blobs beside the broker.
+    are served; `where` are places of blobs beside the broker; `site` makes this the coordinator of a site.
 
     Raises:
         JobError: boards would not take the identity for the coordinator's, or metrics or blobs cannot be served.
@@ -222,8 +240,12 @@ def coordinate(
     def observe(job: Running, fact: AnyFact) -> None:
         console.observe(job, fact)
         counts.observe(job, fact)
+        if site is not None:
+            site.observe(job, fact)
 
-    server = Server(executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread())
+    around = sites.above if site is None else sites.below
+    server = Server(executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread(), around=around)
+    endpoint = server if site is None else site.beside(server)
     with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
         if place:
             console.say(f"metrics at {place}")
@@ -237,8 +259,10 @@ def coordinate(
             return stop()
 
         try:
-            links.run(server, link, ask)
+            links.run(endpoint, link, ask)
         finally:
+            if site is not None:
+                site.goodbye()
             server.goodbye()
 
 

@@ -13,12 +13,20 @@ from fedquilt.core import JobError
 @options.home
 @option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
 @options.blobs
+@option(
+    "--site",
+    type=options.PATH,
+    metavar="FILE",
+    help="Be a site: a device of the coordinator above that this file names, as a board's agent.toml does (device, "
+    "home, fleet, [broker]), which answers with the sum of the boards here.",
+)
 @options.log_format
 @options.broker()
 def serve(
     home: Path,
     metrics: str | None,
     blobs: options.Blobs,
+    site: Path | None,
     log_format: str,
     broker: options.Broker,
 ) -> None:
@@ -44,4 +52,20 @@ def serve(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        coordinate(store, link, broker.fleet, console, identity=identity, metrics=metrics, limits=limited, where=where)
+        above = None
+        if site is not None:
+            from fedquilt.tools.site.agent import connected
+
+            above = connected(site, store)
+            console.say(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
+        coordinate(
+            store,
+            link,
+            broker.fleet,
+            console,
+            identity=identity,
+            metrics=metrics,
+            limits=limited,
+            where=where,
+            site=above,
+        )

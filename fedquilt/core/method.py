@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -120,9 +120,11 @@ class Expected:
 
     bundles: Mapping[str, Mapping[str, Any]]  # bundle -> tensors: arrays, or anything with a shape and a dtype
     whole: bool = True  # all of it and exactly so; else any part: fewer bundles, fewer tensors, fewer entries in each
+    other: Expected | None = None  # what it may hold instead, in bundles of other names
 
 
 Fold = TypeVar("Fold", bound=Callable[..., Any])
+Sound: TypeAlias = Callable[[Any, Any, float], None]
 
 
 def expects(known: Callable[[Any], Expected | None]) -> Callable[[Fold], Fold]:
@@ -144,15 +146,20 @@ def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
     return None if known is None else known(state)
 
 
-def adds_up(kind: type) -> Callable[[Fold], Fold]:
+def adds_up(kind: type, sound: Sound | None = None) -> Callable[[Fold], Fold]:
     """Decorate a `Method.fold` whose accumulators, of this type, consist of exact sums and numbers of devices.
 
     Updates are then folded in any order, and `fedquilt.exact.join` merges accumulators of different devices. A fold
     that refuses an update leaves the accumulator as it was. It belongs to the fold, as `expects` does.
+
+    Args:
+        kind: type of the accumulators.
+        sound: `sound(state, total, weight)` raises UpdateError unless `total` can be the accumulator of a site's boards
+            that weigh so much together. None: sites cannot take part, as theirs could not be checked.
     """
 
     def marked(fold: Fold) -> Fold:
-        fold.__dict__["adds_up"] = kind
+        fold.__dict__["adds_up"], fold.__dict__["sound"] = kind, sound
         return fold
 
     return marked
@@ -176,6 +183,21 @@ def checked_by(require: Callable[[Any, Contribution], None]) -> Callable[[Fold],
     return marked
 
 
+def soundness(fold: Callable[..., Any]) -> Sound | None:
+    """Check of an accumulator that a site sent; None: the method takes none."""
+    return getattr(fold, "sound", None)
+
+
+def same_for(key: Callable[[DeviceView], Hashable]) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.send` that orders the same of all devices with the same key: in a round it is called once."""
+
+    def marked(send: Fold) -> Fold:
+        send.__dict__["same_for"] = key
+        return send
+
+    return marked
+
+
 def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None:
     """Check whether a fold would take an update.
 
@@ -191,13 +213,12 @@ def required(fold: Callable[..., Any], state: Any, update: Contribution) -> None
 
 def same_for_all(send: Fold) -> Fold:
     """Decorate a `Method.send` that does not look at the device: a round's order is made once, for all of them."""
-    send.__dict__["same_for_all"] = True
-    return send
+    return same_for(lambda device: None)(send)
 
 
-def is_same_for_all(send: Callable[..., Any]) -> bool:
-    """Whether a `Method.send` gives every device the same order in one state."""
-    return bool(getattr(send, "same_for_all", False))
+def alike(send: Callable[..., Any]) -> Callable[[DeviceView], Hashable] | None:
+    """Key of devices for which a `Method.send` orders the same in one state; None: it looks at each."""
+    return getattr(send, "same_for", None)
 
 
 @dataclass(frozen=True)

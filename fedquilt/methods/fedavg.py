@@ -221,6 +221,17 @@ def part(state: Any) -> Expected:
     return Expected({"model": state.model}, whole=False)
 
 
+def sound(state: State, total: Sum, weight: float) -> None:
+    """Check a site's sum before it is merged.
+
+    Raises:
+        UpdateError: it has another weight than its update, other tensors than the model, or a number out of range.
+    """
+    if total.weight != weight:
+        raise UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
+    exact.require(total.total, state.model, weight)
+
+
 def require(state: State, update: Contribution) -> None:
     """Check an update before it is added to the sums.
 
@@ -230,7 +241,7 @@ def require(state: State, update: Contribution) -> None:
     tensors.require_same(update.bundles.get("model", {}), state.model)
 
 
-@adds_up(Sum)
+@adds_up(Sum, sound)
 @expects(whole)
 @checked_by(require)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:

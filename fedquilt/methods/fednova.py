@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt import exact, tensors
-from fedquilt.core import Contribution, adds_up, expects
+from fedquilt.core import Contribution, UpdateError, adds_up, expects
 from fedquilt.methods import fedavg
 
 
@@ -53,7 +53,14 @@ def length(steps: float, params: Mapping[str, Any]) -> float:
     return steps + rho * heavy if params["nesterov"] else heavy
 
 
-@adds_up(Sum)
+def sound(state: fedavg.State, total: Sum, weight: float) -> None:
+    """Check a site's sums; raises UpdateError as `fedavg.sound`, and where the divisors are not positive."""
+    fedavg.sound(state, total, weight)
+    if weight and not (0 < float(total.inverse) <= weight <= float(total.lengths)):
+        raise UpdateError("the sums of 1 / a_i and of a_i are none of devices that took a step or more each")
+
+
+@adds_up(Sum, sound)
 @expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update to the sums, divided by its a_i, in place."""

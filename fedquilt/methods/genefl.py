@@ -328,14 +328,11 @@ def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
 
 def _averaged(state: State, total: Sum) -> State:
     """State with each layer averaged over the devices of the cluster that sent it; other layers stay."""
-    clusters, genes = list(state.clusters), list(state.genes)
+    clusters, genes, mean = list(state.clusters), list(state.genes), fedavg.divided
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
         new = {
-            layer: {
-                name: np.asarray(sums[name].value() / count).astype(old.dtype)
-                for name, old in state.first[layer].items()
-            }
+            layer: {name: mean(sums[name], count).astype(old.dtype) for name, old in state.first[layer].items()}
             for layer, count in counts.items()
         }
         clusters[k] = {**clusters[k], **new}

@@ -102,7 +102,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
 
 
-@adds_up(fedavg.Sum)
+@adds_up(fedavg.Sum, fedavg.sound)
 @expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
     """Add an update; every device counts alike."""

@@ -105,6 +105,14 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
+def sound(state: State, total: Sum, weight: float) -> None:
+    """Check a site's sums; raises UpdateError as `fedavg.sound`, for the slopes too, and where too many are new."""
+    fedavg.sound(state, total, weight)
+    exact.require(total.slopes, state.control, weight)
+    if not 0 <= total.new <= weight:
+        raise UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
+
+
 def require(state: State, update: Contribution) -> None:
     """Check an update as FedAvg does, and that it says how far its device went, and whether for the first time.
 
@@ -118,7 +126,7 @@ def require(state: State, update: Contribution) -> None:
     fedavg.require(state, update)
 
 
-@adds_up(Sum)
+@adds_up(Sum, sound)
 @expects(fedavg.whole)
 @checked_by(require)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:

@@ -1,0 +1,156 @@
+"""Sites on virtual time: a coordinator, sites below it, and boards that train, all in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedquilt import tensors, wire
+from fedquilt.blobs.shared_store import Shared
+from fedquilt.coordinator import sites
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.data import examples
+from fedquilt.edge_agent import settings
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices import make
+from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.site.agent import SiteAgent
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+
+Seat = tuple[MemoryLink, Endpoint]
+
+
+class Uplink:
+    """Link of a site to the coordinator above, which may be lost and made again."""
+
+    def __init__(self, broker: MemoryBroker, fleet: str, device: str) -> None:
+        gone = wire.encode(wire.Presence(online=False, boot="site", seq=0))
+        self._broker, self._will = broker, (wire.Topics(fleet).device(device, "up", "presence"), gone)
+        self.session, self.inner = 1, broker.connect(self._will)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def renewed(self) -> MemoryLink:
+        """Connect again."""
+        self.session += 1
+        self.inner = self._broker.connect(self._will)
+        return self.inner
+
+
+@dataclass
+class Federation:
+    """A coordinator above sites, or above boards alone."""
+
+    plan: Plan
+    stack: contextlib.ExitStack
+    broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
+    seats: list[Seat] = field(default_factory=list)
+    sites: dict[str, SiteAgent] = field(default_factory=dict)
+    facts: list[AnyFact] = field(default_factory=list)
+    states: list[bytes] = field(default_factory=list)
+    answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
+    below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
+
+    def __post_init__(self) -> None:
+        self.store = self.stack.enter_context(Store(self.plan.home, durable=False))
+        assert self.store.lock()
+        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id="job-1")
+        link = self.broker.connect()
+        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
+        self.server = Server(executor, self.store, self._observe, only=self.run)
+        self.seats.append((link, self.server))
+        self._up: dict[str, Uplink] = {}
+        self._down: dict[str, MemoryLink] = {}
+        self._stores: dict[str, Store] = {}
+        self._together = examples.Together()
+        self._shared = Shared(self.plan.folder(self.run, ".shared"))
+        self.tables = self.plan.agents(self.run)
+
+    def _observe(self, job: Any, fact: AnyFact) -> None:
+        self.facts.append(fact)
+        if isinstance(fact, Answered):
+            self.answered.setdefault(fact.round, []).append(fact.update.device)
+        if isinstance(fact, Committed):
+            payload = self.store.depot.load(fact.state.sha256)
+            assert payload is not None
+            self.states.append(payload)
+
+    def boards(self, tables: Sequence[dict[str, Any]], fleet: str) -> None:
+        """Boards of one coordinator."""
+        for table in tables:
+            options = settings.parse({**table, "fleet": fleet})
+            board, link = make(options.board), self.broker.connect()
+            worker = InlineWorker(board, self._together.load)
+            agent = Agent(link, options, board, worker, durable=False, shared=self._shared, clock=lambda: None)
+            self.seats.append((link, agent))
+
+    def site(self, name: str, tables: Sequence[dict[str, Any]]) -> None:
+        """A site with its boards."""
+        store = self._stores[name] = self.stack.enter_context(Store(self.plan.home / name, durable=False))
+        assert store.lock()
+        self.below[name] = []
+        self._start(name)
+        self.boards(tables, name)
+
+    def _start(self, name: str) -> None:
+        store, down, up = self._stores[name], self.broker.connect(), Uplink(self.broker, self.plan.fleet, name)
+        options = settings.parse({"device": name, "fleet": self.plan.fleet, "home": str(store.home / "above")})
+        agent = SiteAgent(up, options, store, durable=False)
+
+        def observe(job: Any, fact: AnyFact) -> None:
+            self.below[name].append(fact)
+            agent.observe(job, fact)
+
+        executor = OverLink(down, name, store.depot, store.next_epoch())
+        agent.serves(Server(executor, store, observe, around=sites.below))
+        self.seats += [(down, agent.server), (up.inner, agent)]
+        self.sites[name], self._up[name], self._down[name] = agent, up, down
+
+    def kill(self, name: str) -> None:
+        """A site's process is killed, and started again in the same home."""
+        links = (self._up[name].inner, self._down[name])
+        for link in links:
+            self.broker.lose(link)
+        self.seats = [(link, seat) for link, seat in self.seats if link not in links]
+        self.sites[name]._lock.close()
+        self._start(name)
+
+    def cut(self, name: str) -> None:
+        """A site loses its connection to the coordinator above."""
+        self.broker.lose(self._up[name].inner)
+
+    def join(self, name: str) -> None:
+        """It has it again, with a new session."""
+        up = self._up[name]
+        (place,) = [at for at, (link, _) in enumerate(self.seats) if link is up.inner]
+        self.seats[place] = (up.renewed(), self.seats[place][1])
+
+    def play(self, until: Callable[[], bool] = lambda: False) -> str:
+        """Run it to the end of its job; returns how that ended."""
+        simulate(self.broker, lambda: self.seats, lambda: self.server.finished or until())
+        return self.store.status(self.run)
+
+
+@contextlib.contextmanager
+def federation(plan: Plan, split: Sequence[int] = ()) -> Iterator[Federation]:
+    """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
+    with contextlib.ExitStack() as stack:
+        made = Federation(plan, stack)
+        begin = 0
+        for number, count in enumerate(split):
+            made.site(f"site-{number}", made.tables[begin : begin + count])
+            begin += count
+        made.boards(made.tables[begin:], plan.fleet)
+        yield made
+
+
+def unpacked(payload: bytes, kind: type) -> Any:
+    """A state as its method knows it."""
+    return tensors.unpack(payload, kind)

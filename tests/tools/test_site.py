@@ -1,0 +1,137 @@
+"""A site answers with the sum of its boards, and the bits are those of one coordinator with all of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sited import federation
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.tools import demo
+from fedquilt.tools.simulation.agents import Plan
+
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
+METHODS = {
+    "fedavg": {},
+    "fedprox": {"mu": 0.1},
+    "fedopt": {"server": "adam"},
+    "fednova": {"epochs": 2, "momentum": 0.9},
+    "scaffold": {},
+    "fedbn": {},
+}
+
+
+def plan(
+    folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
+) -> Plan:
+    """A job on the demo's digits."""
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
+    job = settings.parse(
+        {
+            "name": "sited",
+            "method": method,
+            "rounds": rounds,
+            "engine": "numpy",
+            "params": {"lr": 0.2, "batch": 16, "lr_decay": 0.9, **METHODS.get(method, {})},
+            "data": {"path": str(Path(demo.__file__).parent / "digits.npz"), "partition": "dirichlet", "alpha": 1.0},
+            "fleet": {"devices": devices, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["512MB"]},
+            **table,
+        }
+    )
+    return Plan(job, folder / "bundle", folder / "home")
+
+
+def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
+    """The states after every round, by sites of so many boards, or flat."""
+    table = {"cohort": {"start_devices": waits}, **table}
+    with federation(plan(folder, method, **table), split) as made:
+        assert made.play() == "done", made.facts[-1]
+        assert not [fact for fact in made.facts if isinstance(fact, Declined)]
+        return made.states
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bits_are_those_of_one_coordinator_with_all_boards(tmp_path: Path, method: str) -> None:
+    """Sites of three and two boards, and a board of the coordinator's own, which is none of a site's."""
+    flat = states(tmp_path / "flat", method, (), waits=6)
+    sited = states(tmp_path / "sited", method, (3, 2), waits=3)
+    assert len(flat) == len(set(flat)) == 3
+    assert flat == sited
+
+
+def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path) -> None:
+    """One of two sites says that its boards have more examples than its sum has; the round goes on with the other."""
+    table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
+    with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
+        worker = made.sites["site-0"].agent.duty._worker
+        plain = worker.poll
+
+        def poll(now_s: float) -> list[Any]:
+            return [
+                msgspec.structs.replace(event, weight=event.weight - 1) if isinstance(event, Outcome) else event
+                for event in plain(now_s)
+            ]
+
+        worker.poll = poll  # type: ignore[method-assign]
+        assert made.play() == "done"
+        (rejected,) = [fact for fact in made.facts if isinstance(fact, Rejected)]
+        assert rejected.device == "site-0"
+        assert "examples, in an update that weighs" in rejected.reason
+        assert [fact.update.device for fact in made.facts if isinstance(fact, Answered)] == ["site-1"]
+
+
+def test_a_site_that_is_cut_off_for_an_hour_costs_its_share_alone_and_joins_again(tmp_path: Path) -> None:
+    """The first of three sites loses the coordinator above; the others' rounds go on, and so does its own."""
+    table = {"cohort": {"start_devices": 3, "quorum": 0.6, "deadline_s": 1500}}
+    with federation(plan(tmp_path, rounds=14, flops=1e11, **table), (2, 2, 2)) as made:
+        answered = lambda: [sorted(each) for each in made.answered.values()]  # noqa: E731
+        assert made.play(lambda: len(made.states) == 2) == "running"
+        made.cut("site-0")
+        cut_s = made.broker.now_s
+        assert made.play(lambda: made.broker.now_s >= cut_s + 3600) == "running"
+        done = len(made.states)
+        assert done >= 4  # rounds went on
+        made.join("site-0")
+        assert made.play() == "done"
+        assert answered()[:2] == [["site-0", "site-1", "site-2"]] * 2
+        assert answered()[3:done] == [["site-1", "site-2"]] * (done - 3)
+        assert answered()[-1] == ["site-0", "site-1", "site-2"]
+        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
+        assert sum(isinstance(fact, Answered) for fact in made.below["site-0"]) >= 2 * 3  # its round went on meanwhile
+
+
+def reached(facts: list[AnyFact], kind: type, count: int) -> bool:
+    return sum(isinstance(fact, kind) for fact in facts) == count
+
+
+def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_that_was_lost(tmp_path: Path) -> None:
+    """Killed when one of its boards has answered, and again when its round is committed: the bits are the same."""
+    flat = states(tmp_path / "flat", "scaffold", (), waits=6)
+    with federation(plan(tmp_path / "sited", "scaffold", cohort={"start_devices": 2}), (3, 3)) as made:
+        below = made.below["site-1"]
+        for kind, count in ((Answered, 1), (Committed, 1), (Answered, 5), (Committed, 3)):
+            seen = partial(reached, below, kind, count)
+            assert made.play(seen) == "running"
+            made.kill("site-1")
+        assert made.play() == "done"
+        assert made.states == flat
+        assert sum(isinstance(fact, Committed) for fact in below) == 3
+
+
+def test_a_method_that_does_not_add_up_has_nothing_for_a_site(tmp_path: Path) -> None:
+    """The rounds of Krum are made of the boards that are no site's."""
+    table = {"params": {"lr": 0.2, "rule": "median"}, "cohort": {"start_devices": 4, "min_devices": 3}}
+    with federation(plan(tmp_path, "robust", **table), (3,)) as made:
+        assert made.play() == "done"
+        declined = {fact.device: fact.reason for fact in made.facts if isinstance(fact, Declined)}
+        assert declined == {"site-0": "the method has nothing for it now"}
+        assert "site-0" not in {fact.update.device for fact in made.facts if isinstance(fact, Answered)}
