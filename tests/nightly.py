@@ -44,6 +44,7 @@ BENCHES: Final = (
     "fedsq",
     "dash",
     "coordinator",
+    "large",
     "sums",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fedquilt.blobs.intake import Intake
+from fedquilt.blobs.intake import ClosedError, Intake
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, FedquiltError, LinkError, Source, StoreError
 from fedquilt.transport.handshake import Identity
@@ -148,13 +148,13 @@ class Carriers:
 
         self.start(job, Ended(key, None, "an error in the program ended the transfer"))
 
-    def finish(self, key: Key, depot: Depot, intake: Intake) -> None:
+    def finish(self, key: Key, intake: Intake) -> None:
         """Hash a part that is complete, and make it the blob, in a thread."""
 
         def job() -> Ended:
             try:
-                depot.finish(intake.ref)
-            except StoreError as error:
+                intake.complete()
+            except (ClosedError, StoreError) as error:
                 return Ended(key, intake, str(error), disk=True)
             return Ended(key, intake, None)
 

@@ -85,14 +85,26 @@ class Intake:
         """
         with self._lock:
             self._require(turn)
-            self._open = False  # so that `close` does not wait for the disk
-        digest = None if self._whole is None else self._whole.hexdigest()
-        if digest != self.ref.sha256:
-            digest = None
-            self.had = self._depot.resume(self.manifest)
-            if bad := self.had.count(0):
-                raise ContentError(f"it brought {bad} of {len(self.had)} chunks with other content")
-        self._depot.finish(self.ref, digest)
+            self._open = False
+            digest = None if self._whole is None else self._whole.hexdigest()
+            if digest != self.ref.sha256:
+                digest = None
+                self.had = self._depot.resume(self.manifest)
+                if bad := self.had.count(0):
+                    raise ContentError(f"it brought {bad} of {len(self.had)} chunks with other content")
+            self._depot.finish(self.ref, digest)
+
+    def complete(self) -> None:
+        """Turn a part into the blob that came whole over the link.
+
+        Raises:
+            ClosedError: the blob is not wanted any more.
+            StoreError: the disk refuses, or the part is not this blob.
+        """
+        with self._lock:
+            self._require(self._turn)
+            self._open = False
+            self._depot.finish(self.ref)
 
     def look(self) -> None:
         """Find out which chunks are here; nothing is taken afterwards.
@@ -106,7 +118,7 @@ class Intake:
             self.had = self._depot.resume(self.manifest)
 
     def close(self) -> None:
-        """Accept no further bytes; a write under way has ended when this returns."""
+        """Accept no further bytes. When this returns nothing touches the part any more, as another intake may have it."""
         with self._lock:
             self._open = False
 

@@ -140,7 +140,7 @@ class Streaming:
         if key not in self._coming and pull.manifest is not None:
             pull.hold()
             self._coming[key] = _Coming(pull, Intake(self._depot, pull.manifest, pull.had))
-            self._carriers.finish(key, self._depot, self._coming[key].intake)
+            self._carriers.finish(key, self._coming[key].intake)
 
     def forget(self, key: Key) -> None:
         """Drop a blob that is not wanted any more; bytes under way are not written."""

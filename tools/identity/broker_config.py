@@ -26,7 +26,9 @@ Broker = Literal["mosquitto", "emqx"]
 PORT: Final = 8883
 MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
 MAX_QUEUED: Final = 50_000  # messages for one client: 10,000 boards that all speak at once, some of them twice
-MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
+MAX_QUEUED_BYTES: Final = (
+    512 * 1024 * 1024
+)  # for one client: profiles of 10,000 Jetsons, 40 kB each, when it subscribes
 MAX_INFLIGHT: Final = 100  # messages without an acknowledgement: each wait for one is a turn of a busy coordinator
 ABSENT_DAYS: Final = 1  # how long a session outlives its client
 INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}

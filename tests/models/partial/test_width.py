@@ -93,9 +93,9 @@ def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
         at = at_rate(model, rate)
         total = width.add(model, total, width.cut(model, at), at, 1.0)
     assert total is not None
-    assert total.weight["1.bias"].tolist() == [3, 2, 1, 1, 1]
-    assert total.weight["3.weight"].tolist() == [[3, 2, 1, 1, 1]] * 3
-    assert total.weight["3.bias"].tolist() == [3, 3, 3]
+    assert total.weight["1.bias"].value().tolist() == [3, 2, 1, 1, 1]
+    assert total.weight["3.weight"].value().tolist() == [[3, 2, 1, 1, 1]] * 3
+    assert total.weight["3.bias"].value().tolist() == [3, 3, 3]
     kept = width.close(model, total)
     assert all(np.allclose(kept[name], model[name]) for name in model)
 
