@@ -118,7 +118,7 @@ class Intake:
             self.had = self._depot.resume(self.manifest)
 
     def close(self) -> None:
-        """Accept no further bytes. When this returns nothing touches the part any more, as another intake may have it."""
+        """Accept no further bytes. When this returns nothing touches the part any more: another intake may have it."""
         with self._lock:
             self._open = False
 
