@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from fedquilt.blobs import chunks
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import admission
-from fedquilt.coordinator.facts import AnyFact, Committed
+from fedquilt.coordinator.facts import AnyFact, Committed, Rounds
 from fedquilt.coordinator.folding import Folding
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.job import Done, Running
 from fedquilt.coordinator.serving import Serving
 from fedquilt.core import BlobRef
 from fedquilt.disk import Place
@@ -55,18 +55,13 @@ def no_sync_of_folders(patch: Patch) -> None:
 
 def a_state_after_its_fact(patch: Patch) -> None:
     """A round's state is stored once the fact that names it is written."""
-    commit, record, held = Running.commit, Running.record, []
+    commit, record, held = Running._commit, Running.record, []
 
-    def early(self: Running, now_s: float) -> Committed:
-        held.clear()
-        with pytest.MonkeyPatch.context() as within:
-
-            def put(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-                held.append(payload)
-                return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-
-            within.setattr(self._store.depot, "put", put)
-            return commit(self, now_s)
+    def early(self: Running, rounds: Rounds, now_s: float) -> Done:
+        done, depot = commit(self, rounds, now_s), self._store.depot
+        held[:] = [depot.load(done.fact.state.sha256)]
+        depot.drop(done.fact.state.sha256)
+        return done
 
     def late(self: Running, fact: AnyFact, now_s: float) -> None:
         record(self, fact, now_s)
@@ -74,7 +69,7 @@ def a_state_after_its_fact(patch: Patch) -> None:
             for payload in held:
                 self._store.depot.put(payload)
 
-    patch.setattr(Running, "commit", early)
+    patch.setattr(Running, "_commit", early)
     patch.setattr(Running, "record", late)
 
 
