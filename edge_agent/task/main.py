@@ -380,10 +380,7 @@ def main() -> None:
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=Order)
             plugins.restrict(order.plugins)
-            outcome = carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples)))
-            say(outcome)
-            if outcome.code == "failed" and budget.tells_of_gpu(outcome.reason):
-                break  # an error on the GPU stays with this process: the next order gets a new one
+            say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ class ChildWorker:
 
     def start(self, order: Asked, now_s: float) -> None:
         """Send the order to the child, which is started if there is none for this engine."""
-        if self._child is not None and (self._child.gone or self._child.engine != order.engine):
+        if self._child is not None and self._child.engine != order.engine:
             self._end()
         try:
             if self._child is None:
@@ -205,17 +205,19 @@ class ChildWorker:
         if self._child is None:
             return []
         events: list[Event] = []
+        spoilt = False
         for event in self._child.receive():
             if self._order is None:
                 continue  # it has answered already
             events.append(event)
             if isinstance(event, Outcome):
                 self._order, self._idle_s = None, now_s
+                spoilt = event.code == "failed" and budget.tells_of_gpu(event.reason)  # for every later order too
         if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
             self._end()
             self._order = None
             events.append(ended)
-        elif self._order is None and (self._child.gone or now_s >= self._idle_s + self._warm_s):
+        elif self._order is None and (spoilt or self._child.gone or now_s >= self._idle_s + self._warm_s):
             self._end()
         return events
 
