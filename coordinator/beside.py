@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from fedquilt.coordinator import admission, facts, mending
+from fedquilt.coordinator import admission, facts, mending, rounds
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Done, Running
 from fedquilt.coordinator.worker import Worker, outcome
@@ -74,6 +74,12 @@ class Beside:
         self._served, self._worker, self._tended, self._left = served, worker, tended, left
         self._summing = False  # whether the worker folds or commits
         self._examining: dict[str, Update] = {}  # by device: what the worker reads, as it was offered last
+        self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
+
+    @property
+    def reads(self) -> bool:
+        """Whether an update that came in time is still being read: the round waits for it, past its deadline."""
+        return bool(self._in_time)
 
     @property
     def _gone(self) -> bool:
@@ -92,6 +98,8 @@ class Beside:
         examining = self._served.job.examining(device, update, profile, now_s, large=large)
         if large:
             self._examining[device] = update
+            if now_s < rounds.next_s(self._served.job.rounds):
+                self._in_time.add(device)
             self._worker.start(examining, partial(self._examined, device, update))
         else:
             self._count(examining(), now_s)
@@ -101,6 +109,7 @@ class Beside:
         if latest != update:
             return  # the device has offered another one since
         del self._examining[device]
+        self._in_time.discard(device)
         if self._gone or self._served.arriving.get(device) is not latest:
             return  # it was not waited for any more while it was read, and its blobs may be gone
         found = examining()

@@ -120,7 +120,7 @@ class Serving:
         """Time at which `advance` may do something without an event."""
         timeout_s = self.job.job.cohort.start_timeout_s
         late_s = math.inf if timeout_s is None or not rounds.starting(self.job.rounds) else self._waits_s + timeout_s
-        return min(rounds.next_s(self.job.rounds), late_s)
+        return min(math.inf if self._summed.reads else rounds.next_s(self.job.rounds), late_s)
 
     def begin(self, now_s: float) -> None:
         """Go on where the log ends: open tasks are sent again."""
@@ -308,6 +308,8 @@ class Serving:
         self._summed.fold()
         if job.rounds.phase == "closing":
             return self._summed.commit(now_s)
+        if self._summed.reads and now_s >= rounds.next_s(job.rounds):
+            return False
         try:
             busy = self._desk.loans.elsewhere(self.id) | left
             if self._waits(busy, most, now_s):

@@ -100,7 +100,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise JobError(f"[trigger] pause = {error}") from None
 
 
-class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
 
     devices: Annotated[int, Meta(ge=1)] = 4

@@ -28,6 +28,7 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Expected,
+    JobError,
     Method,
     Order,
     StoreError,
@@ -143,6 +144,8 @@ def below(method: Method, job: Job) -> Method:
 
     def of(state: Given) -> Any:
         found = known.get(id(state.inner))
+        if not state.inner.size:
+            raise JobError(f"this home is a site's: submit {job.name} to the coordinator above, whose jobs it works on")
         if found is None:
             known.clear()
             found = known[id(state.inner)] = (state.inner, tensors.unpack(state.inner.tobytes(), method.state))

@@ -164,11 +164,14 @@ class SiteWorker:
         store, id = self._store, task.job
         if not store.status(id):
             job = self._job(task.params["job"], task.deadline_s)
-            folder = store.home / "sites" / id
+            folder = (store.home / "sites" / id).resolve()
             bundle.write(folder, {"network": {}}, {})
             store.add(job, folder, id=id)
         else:
-            job = store.job(id).job
+            row = store.job(id)
+            job = row.job
+            if not row.bundle.exists():  # a restored home has the log alone
+                bundle.write(row.bundle, {"network": {}}, {})
         state, last = facts.Rounds(facts.Plan.of(job)), None
         for _, _, fact in store.facts(id):
             state = facts.apply(state, fact, 0.0)
