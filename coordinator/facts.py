@@ -30,7 +30,7 @@ class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """An event of a job, as the event log stores it."""
 
 
-class Started(Fact, frozen=True):
+class Started(Fact, frozen=True, omit_defaults=True):
     """The method's first state is stored; or a site is given another state, for a round of the coordinator above it."""
 
     state: BlobRef

@@ -13,7 +13,7 @@ import pytest
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings, summing
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost, Started
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.mending import LostUpdateError
 from fedquilt.coordinator.store import Store
@@ -234,3 +234,10 @@ def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_
     assert second is not None
     assert second.bundles == first.bundles
     assert stage.store.depot.has(second.bundles["model"])
+
+
+def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it() -> None:
+    """A fact or a table with a field that it does not know is refused there."""
+    started = msgspec.json.encode(Started(BlobRef(sha256="a" * 64, size=1)))
+    assert b"begins" not in started
+    assert b"links" not in msgspec.json.encode(settings.Fleet())

@@ -27,6 +27,7 @@ from fedquilt.tools.simulation.workers import KEPT, SINGLE, Done, PoolError, Set
 
 TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
 LENGTH: Final = struct.Struct("<Q")
+WORKERS_MOST: Final = 256  # each takes two open files of this process
 
 
 class Processes:
@@ -42,8 +43,8 @@ class Processes:
     """
 
     def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:
-        if count < 1:
-            raise JobError(f"{count} workers: at least 1 is needed")
+        if not 1 <= count <= WORKERS_MOST:
+            raise JobError(f"{count} workers: 1 to {WORKERS_MOST} can be had, and one for each core is enough")
         self._engine, self._count = engine, count
         self._sockets: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
