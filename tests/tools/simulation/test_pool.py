@@ -132,7 +132,8 @@ def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_
     assert "lower lr" in seen["dev-1"]
 
 
-def test_fewer_workers_than_none_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("workers", [-1, 257])
+def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) -> None:
     """Before anything starts; none at all means this process."""
-    with pytest.raises(JobError, match="at least 1"):
-        play(folder, workers=-1)
+    with pytest.raises(JobError, match=f"{workers} workers: 1 to 256 can be had"):
+        play(folder, workers=workers)
