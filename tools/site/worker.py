@@ -126,7 +126,7 @@ class SiteWorker:
             self._stop(job.id)
             if self._order is not None and (job.id, fact.round) == (self._order.task.job, self._order.task.round):
                 self._outcome = self._answer(job.id, fact)
-        elif isinstance(fact, facts.Ended) and fact.status == "failed":
+        elif isinstance(fact, facts.Ended) and fact.status == "failed" and self._is_ordered(job.id):
             self._outcome = Outcome(code="failed", reason=f"the site's round failed: {fact.reason}"[:1000])
 
     def means(self, before: Means, now_s: float) -> Means:
@@ -142,6 +142,9 @@ class SiteWorker:
         )
 
     # -- rounds --
+
+    def _is_ordered(self, id: str) -> bool:
+        return self._order is not None and id == self._order.task.job
 
     def _stop(self, id: str) -> None:
         if self._store.status(id) in ("queued", "running"):
