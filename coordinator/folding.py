@@ -7,11 +7,11 @@ does, the commit folds them all anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedquilt.coordinator.facts import Rounds
-from fedquilt.core import BlobRef, Update, summed
+from fedquilt.core import BlobRef, Update
 
 Told = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles: the inputs of a fold
 
@@ -81,11 +81,6 @@ def ready(rounds: Rounds, any_order: bool) -> dict[str, Update]:
         return dict(rounds.answered)
     first = min(rounds.asked, default="")  # whoever is asked next may sort before anybody, if nobody is asked now
     return {device: update for device, update in rounds.answered.items() if device < first}
-
-
-def fresh(fold: Callable[..., Any]) -> Folding:
-    """Sum of nobody yet, for a method's fold."""
-    return Folding(any_order=summed(fold) is not None)
 
 
 def told(update: Update) -> Told:

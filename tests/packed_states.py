@@ -42,7 +42,7 @@ STATE = State(
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Equal in type, shape and every bit."""
+    """Whether two states have equal types, shapes and bits in all their parts."""
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):

@@ -183,7 +183,7 @@ class Releases:
 
     @contextmanager
     def _waiting(self, name: str, now_s: float = math.inf) -> Iterator[None]:
-        """Look again later if the release in use cannot be read now: the agent and its task go on."""
+        """Read an unreadable current release again later; the agent and its task go on meanwhile."""
         try:
             yield
         except StoreError as error:

@@ -158,7 +158,7 @@ class Carriers:
                 return Ended(key, intake, str(error), disk=True)
             return Ended(key, intake, None)
 
-        self.start(job, Ended(key, intake, "hashing it ended by a mistake in the program", disk=True))
+        self.start(job, Ended(key, intake, "an error in the program ended the hashing", disk=True))
 
     def give_up(self, key: Key, intake: Intake, reason: str) -> None:
         """End an abandoned transfer: a thread finds out which chunks of the blob are here."""

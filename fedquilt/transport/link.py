@@ -243,7 +243,7 @@ class MemoryBroker:
             self._filters.remove(pattern, link)
 
     def _sent(self, link: MemoryLink, message: Message) -> None:
-        """Receive a client's message, when it has made its way."""
+        """Take a client's message after the time that its link needs for it."""
         if link.pace is AT_ONCE:
             return self._receive(*message)
         self._sequence += 1

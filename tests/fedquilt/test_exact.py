@@ -44,7 +44,7 @@ def real(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
 def test_the_bits_are_those_of_the_real_sum_in_any_order(
     size: int, spread: int, weight: Callable[[int], float]
 ) -> None:
-    """Magnitudes from alike to 240 binary orders apart, where a sum in float64 loses most addends."""
+    """Addends differ in magnitude by up to 2 ** spread; a plain float64 sum loses the small ones."""
     arrays = addends(size, spread)
     weights = [weight(k) for k in range(len(arrays))]
     wanted = real(arrays, weights).tobytes()

@@ -113,7 +113,7 @@ def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> Non
 
 
 def test_combined_arrays_without_axes_are_arrays() -> None:
-    """A function of two arrays of shape () gives a numpy scalar, `combine` an array."""
+    """numpy returns a scalar for two arrays of shape (); `combine` makes an array of it again."""
     one = {"seen": np.array(3), "gain": np.array(0.5, np.float32)}
     found = tensors.combine(np.maximum, one, {"seen": np.array(4), "gain": np.array(0.25, np.float32)})
     assert same_bits(dict(found), {"seen": np.array(4), "gain": np.array(0.5, np.float32)})

@@ -16,7 +16,7 @@ from fedquilt.edge_agent.state import PRIVATE
 
 
 def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
-    """ "local" whose devices count their tasks privately; the coordinator refuses one update."""
+    """Method "local" with a private count of tasks on each device, and one update that the coordinator refuses."""
     method = methods.load("local")
 
     def work(task: Task, site: Site) -> Answer:
