@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from sited import federation
 
-from fedquilt import bundle, tensors
-from fedquilt.coordinator import settings
+from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator import settings, sites
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.tools import demo
@@ -135,3 +136,11 @@ def test_a_method_that_does_not_add_up_has_nothing_for_a_site(tmp_path: Path) ->
         declined = {fact.device: fact.reason for fact in made.facts if isinstance(fact, Declined)}
         assert declined == {"site-0": "the method has nothing for it now"}
         assert "site-0" not in {fact.update.device for fact in made.facts if isinstance(fact, Answered)}
+
+
+def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
+    """No state has come for it from above."""
+    job = settings.parse({"name": "own", "method": "fedavg"})
+    below = sites.below(methods.load("fedavg"), job)
+    with pytest.raises(JobError, match="submit own to the coordinator above"):
+        below.send(sites.Given(sites.NOTHING, sites.NOTHING), DeviceView("a", None))

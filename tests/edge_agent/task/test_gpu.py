@@ -95,7 +95,9 @@ def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
     with child(place.command()) as worker:
         failed = carried_out(worker, place.order("astray"))
         assert (failed.code, "CUDA error: an illegal memory access" in failed.reason) == ("failed", True)
+        assert worker.resident_bytes == 0  # it is gone
         assert carried_out(worker, place.order()).code == "ok"
+        assert worker.resident_bytes > 0  # while one whose task went well is kept
 
 
 def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
