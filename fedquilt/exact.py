@@ -149,11 +149,13 @@ def _require(name: str, total: Total, like: np.ndarray, weight: float) -> None:
     if not 1 <= len(total.limbs) <= LIMBS_MOST or any(limb.shape != like.shape for limb in total.limbs):
         raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {like.shape}")
     if like.dtype.kind in "iu":
+        if len(total.limbs) > 1:
+            raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts: counters have one")
         return tensors.require_same({name: total.limbs[0]}, {name: like})
     kinds = [limb.dtype for limb in total.limbs]
     if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
         raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
-    most = 2 * weight * math.sqrt(float(np.finfo(like.dtype).max))
+    most = 2 * weight * tensors.bounds(like.dtype)[1]
     for limb in total.limbs:
         tensors.require_finite({name: limb})
         if limb.size and float(np.abs(limb).max()) > most:

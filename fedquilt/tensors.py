@@ -107,7 +107,7 @@ def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> N
             raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {wanted[name].dtype}")
         if array.dtype.kind not in "fiu" or not array.size:
             continue
-        least, most = _bounds(array.dtype)
+        least, most = bounds(array.dtype)
         if not (least <= array.min() and array.max() <= most):
             require_finite({name: array})
             raise UpdateError(
@@ -117,8 +117,8 @@ def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> N
 
 
 @cache
-def _bounds(kind: np.dtype[Any]) -> tuple[float, float]:
-    """Least and largest number of a tensor that may be added up."""
+def bounds(kind: np.dtype[Any]) -> tuple[float, float]:
+    """Least and largest number of a tensor of this type that may be added up."""
     if kind.kind != "f":
         return 0, COUNTED_MOST
     most = float(np.finfo(kind).max)

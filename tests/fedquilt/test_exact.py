@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt import exact, tensors
+from fedquilt.core import UpdateError
 
 SIZES = pytest.mark.parametrize("size", [40, exact.SHORT + 7], ids=["small", "large"])
 
@@ -139,3 +140,30 @@ def test_a_sum_is_stored_in_every_bit() -> None:
     assert tensors.pack(again) == tensors.pack(found)
     assert len(found.limbs) > 2
     assert again.value().tobytes() == found.value().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("limbs", "said"),
+    [
+        ((np.array([1, 2]), np.array([np.nan, 1e300])), "counters have one"),
+        ((np.array([1, 2]), np.array([1, 2])), "counters have one"),
+        ((np.array([1.0, 2.0]),), "is float64, expected int64"),
+        ((np.array([1, -2]),), "from -2 to 1"),
+    ],
+)
+def test_a_sum_of_counters_that_came_from_elsewhere_has_one_part_of_their_type(
+    limbs: tuple[np.ndarray, ...], said: str
+) -> None:
+    """Parts that are added to whole numbers would change them to anything."""
+    with pytest.raises(UpdateError, match=said):
+        exact.require({"steps": exact.Total(limbs)}, {"steps": np.array([0, 0])}, 1.0)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("f2", 65504.0), ("f4", math.sqrt(np.finfo("f4").max))])
+def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, most: float) -> None:
+    """What `tensors.require_same` takes of each of three boards, a site's sum of them may hold; and no more."""
+    like = {"w": np.array([most], kind)}
+    tensors.require_same(like, like)
+    exact.require({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)
+    with pytest.raises(UpdateError, match="beyond"):
+        exact.require({"w": exact.add(None, np.array([6.1 * most]))}, like, 3.0)
