@@ -114,9 +114,12 @@ class Disk:
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
         """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
+        view, have = memoryview(buffer), 0
         with builtins.open(path, "rb", buffering=0) as file:
             file.seek(offset)
-            return file.readinto(buffer) or 0
+            while size := file.readinto(view[have:]):  # 2 GiB at once at the most
+                have += size
+        return have
 
     def pieces(self, path: Place) -> Iterator[memoryview]:
         """Read a file piece by piece; a piece holds until the next one is asked for."""

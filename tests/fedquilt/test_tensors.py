@@ -16,6 +16,7 @@ from packed_states import FUZZ, STATE, same_bits
 
 from fedquilt import tensor_files, tensors
 from fedquilt.core import StoreError, UpdateError
+from fedquilt.disk import REAL
 from fedquilt.methods import fedavg
 
 # -- arithmetic --
@@ -268,3 +269,11 @@ def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None
     path.write_bytes(b"x")
     with pytest.raises(StoreError, match="not a stored State"):
         tensor_files.read_state(path, fedavg.State)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a file of Linux's that comes in pieces")
+def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes() -> None:
+    """Linux reads 2 GiB at once at the most, and of this file a few kB: a tensor may be larger."""
+    buffer = bytearray(16 * 1024)
+    assert REAL.read_into("/proc/self/smaps", buffer, 0) == len(buffer)
+    assert 0 not in buffer
