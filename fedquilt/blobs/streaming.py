@@ -113,6 +113,7 @@ class Streaming:
             coming.told = max(coming.told, placed.moved)
         elif sources := self._carriers.brought(key[0], coming.intake.ref, placed.source):
             del self._coming[key]
+            coming.intake.close()
             self._places[key] = sources
             coming.pull.release(None, now_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,10 +14,12 @@ from streamed import Pair, profile
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs import streaming
+from fedquilt.blobs import chunks, streaming
 from fedquilt.blobs.carriers import Carriers
-from fedquilt.blobs.intake import Intake
-from fedquilt.core import Source
+from fedquilt.blobs.download import Pull
+from fedquilt.blobs.intake import ClosedError, Intake
+from fedquilt.blobs.store import Depot
+from fedquilt.core import BlobRef, Placed, Source
 
 MB = 1_000_000
 CHUNK = 256 * 1024
@@ -262,3 +264,36 @@ def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
     pair.play(lambda: bool(pair.coordinator.errors))
     assert pair.coordinator.errors == {("a", ref.sha256): None}
     assert pair.broker.chunks == 4
+
+
+class Both(Carriers):
+    """A coordinator with a store, from which nothing comes in this test, and a server of its own."""
+
+    def accepts(self, device: str, intake: Intake) -> tuple[Source, ...]:
+        self.own = intake
+        return (Source(url="http://store/"), Source(url="http://own/", token="t"))
+
+    def brought(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
+        return (Source(url="http://store/"),)
+
+    def fetch(self, key: tuple[str, str], intake: Intake, sources: Sequence[Source]) -> None:
+        self.fetched = intake
+
+
+def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path: Path) -> None:
+    """Two carriers that write one part would give it a name although neither has brought all of its bytes."""
+    depot, ways, payload = Depot(tmp_path), Both(), noise(4 * CHUNK)
+    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    pull = Pull(ref, CHUNK, 0.0)
+    assert pull.take_manifest(chunks.cut(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
+    assert pull.manifest is not None
+    depot.resume(pull.manifest)
+    moved = streaming.Streaming(ways, depot, lambda device, leaf, message: None)
+    moved.begin(("a", ref.sha256), pull, 0.0)
+    turn = ways.own.turn()
+    ways.own.write(memoryview(payload[:1000]), turn)
+    moved.placed(("a", ref.sha256), Placed(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
+    moved.begin(("a", ref.sha256), pull, 1.0)
+    assert ways.fetched.due() == (0, ref.size)
+    with pytest.raises(ClosedError, match="another way"):
+        ways.own.write(memoryview(payload[1000:]), turn)
