@@ -56,6 +56,7 @@ class Carriers:
         self._reached: over_http.Reach | None = None
         self._ended: deque[tuple[Ended, int]] = deque()  # and how many jobs had ended by then
         self._running = 0
+        self._left: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
         self._wake: int | None = None
 
     # -- what a coordinator adds --
@@ -87,7 +88,7 @@ class Carriers:
 
     @property
     def free(self) -> bool:
-        """Whether a job can be started."""
+        """Whether a job that is started begins at once."""
         return self._running < self._most
 
     def take_ended(self) -> list[Ended]:
@@ -100,6 +101,7 @@ class Carriers:
             ended, jobs = self._ended.popleft()
             self._running -= jobs
             found.append(ended)
+        self._go_on()
         return found
 
     def tell(self, ended: Ended, jobs: int = 0) -> None:
@@ -183,10 +185,9 @@ class Carriers:
         return over_http.ask(self._reach(), method, source)
 
     def start(self, job: Callable[[], Ended], failed: Ended) -> None:
-        """Run a job in a thread; `failed` is its result if an error in the program ends it."""
+        """Run a job in a thread, as soon as one is free; `failed` is its result if an error in the program ends it."""
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._running += 1
 
         def run() -> None:
             ended = failed
@@ -197,7 +198,13 @@ class Carriers:
             finally:
                 self.tell(ended, 1)
 
-        threading.Thread(target=run, name="blob", daemon=True).start()
+        self._left.append(run)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._left and self.free:
+            self._running += 1
+            threading.Thread(target=self._left.popleft(), name="blob", daemon=True).start()
 
 
 def missed(key: Key, intake: Intake, error: FedquiltError, *, later: bool = False) -> Ended:

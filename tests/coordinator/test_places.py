@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +15,8 @@ from streamed import Pair, profile
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs import chunks, streaming
-from fedquilt.blobs.carriers import Carriers
+from fedquilt.blobs import carriers, chunks, streaming
+from fedquilt.blobs.carriers import Carriers, Ended
 from fedquilt.blobs.download import Pull
 from fedquilt.blobs.intake import ClosedError, Intake
 from fedquilt.blobs.store import Depot
@@ -297,3 +298,24 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     assert ways.fetched.due() == (0, ref.size)
     with pytest.raises(ClosedError, match="another way"):
         ways.own.write(memoryview(payload[1000:]), turn)
+
+
+def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is asked to remove the updates of a thousand boards at once: not by a thousand threads."""
+    ways, begun = Carriers(most=2), list[Callable[[], None]]()
+
+    class Thread:
+        def __init__(self, target: Callable[[], None], **named: object) -> None:
+            self.start = lambda: begun.append(target)
+
+    monkeypatch.setattr(carriers.threading, "Thread", Thread)
+    ends = [Ended(("a", str(number)), None, None) for number in range(5)]
+    for end in ends:
+        ways.start(partial(lambda end: end, end), end._replace(error="failed"))
+    found = []
+    for number in range(5):
+        assert len(begun) == min(2 + number, 5)
+        assert ways.free == (number == 4)
+        begun[number]()
+        found += ways.take_ended()
+    assert found == ends
