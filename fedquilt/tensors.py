@@ -11,6 +11,7 @@ import json
 import math
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
@@ -218,6 +219,7 @@ class _Layout(NamedTuple):
 # writes and checks it once, and what follows it is copied from then on. Blobs that differ take turns in few places.
 _heads: dict[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], tuple[bytes, tuple[str, ...]]] = {}
 _layouts: dict[bytes, _Layout] = {}
+_learning: Final = threading.Lock()  # of both, as a coordinator's worker reads and writes tensors beside its loop
 LAYOUTS_MOST: Final = 64
 LEARNED_MOST: Final = 64 * 1024  # bytes of a header that is kept
 
@@ -236,14 +238,15 @@ def _learn(payload: bytes, found: Tensors) -> None:
     table: dict[str, Any] = json.loads(head[8:])
     if "__metadata__" in table:
         return
-    for held in (_heads, _layouts):
-        while len(held) >= LAYOUTS_MOST:
-            held.pop(next(iter(held)))  # type: ignore[call-overload]
     begins = {name: size + int(entry["data_offsets"][0]) for name, entry in table.items()}
     places = tuple((name, found[name].dtype, found[name].shape, begins[name]) for name in sorted(found))
-    _layouts[head] = _Layout(len(payload), places)
     shapes = tuple((name, dtype, shape) for name, dtype, shape, _ in places)
-    _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
+    with _learning:
+        for held in (_heads, _layouts):
+            while len(held) >= LAYOUTS_MOST:
+                held.pop(next(iter(held)))  # type: ignore[call-overload]
+        _layouts[head] = _Layout(len(payload), places)
+        _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
 
 
 # -- states ---------------------------------------------------------------------------------------

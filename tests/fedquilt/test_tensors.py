@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -277,3 +279,17 @@ def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes() -> None:
     buffer = bytearray(16 * 1024)
     assert REAL.read_into("/proc/self/smaps", buffer, 0) == len(buffer)
     assert 0 not in buffer
+
+
+def test_threads_decode_blobs_of_more_layouts_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator's worker decodes beside its loop; a blob that either could not read would be refused."""
+    monkeypatch.setattr(tensors, "LAYOUTS_MOST", 1)
+    blobs = [tensors.encode({f"w{number}": np.ones(number + 1, np.float32)}) for number in range(40)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(tensors.decode, blobs * 300)
+            assert {next(iter(each)) for each in found} == {f"w{number}" for number in range(40)}
+    finally:
+        sys.setswitchinterval(before)
