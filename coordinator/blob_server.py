@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
 from fedquilt.blobs.carriers import Ended, missed
@@ -43,21 +44,6 @@ GRANTS_MOST: Final = 100_000
 _REQUEST: Final = re.compile(rb"(GET|HEAD|PUT) /blobs/([0-9a-f]{64}) HTTP/1\.[01]\Z")
 _RANGE: Final = re.compile(r"bytes=(\d{1,16})-(\d{0,16})\Z")
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
-_REASONS: Final = {
-    200: "OK",
-    204: "No Content",
-    206: "Partial Content",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    409: "Conflict",
-    411: "Length Required",
-    416: "Range Not Satisfiable",
-    429: "Too Many Requests",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class _Said(Exception):
@@ -175,10 +161,15 @@ class BlobServer:
                 free = self._connections[""] < CONNECTIONS_MOST and self._connections[name] < OF_ONE_MOST
                 if free:
                     self._connections.update(("", name))
-            if free:
-                threading.Thread(target=self._serve, args=(sock, name), name="blob", daemon=True).start()
-            else:
-                sock.close()
+            try:
+                if free:
+                    threading.Thread(target=self._serve, args=(sock, name), name="blob", daemon=True).start()
+                    continue
+            except RuntimeError as error:  # the system has none for it
+                log.warning("blobs: no connection can be taken: %s", error)
+                self._count("", -1)
+                self._count(name, -1)
+            sock.close()
 
     def _serve(self, sock: socket.socket, address: str) -> None:
         names = ["", address]
@@ -324,7 +315,7 @@ class _Line:
 
     def answer(self, status: int, headers: dict[str, str], body: bytes | None = b"") -> None:
         """Send an answer's header, and a short body; None: the caller sends one, of the length it has named."""
-        lines = [f"HTTP/1.1 {status} {_REASONS[status]}", "Connection: close"]
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Connection: close"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         if body is not None and status != 204:
             lines.append(f"Content-Length: {len(body)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,6 +253,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Certified:
 
 def identity(site: Certified, name: str, kind: str = "device") -> Identity:
     return Identity(site.broker(name, kind))
+
+
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a unit's TasksMax is reached; the place that it had taken is free again."""
+    monkeypatch.setattr(blob_server, "CONNECTIONS_MOST", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+            assert sock.recv(1) == b""
+    assert "no connection can be taken: no thread" in caplog.text
+    assert site.get()[0] == 200
 
 
 def test_with_certificates_blobs_go_by_https(tmp_path: Path, fleet: Certified) -> None:
