@@ -134,11 +134,11 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     require(state, update)
     path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
     so_far = so_far or Sum()
-    total, slopes = so_far.total, so_far.slopes
+    total, slopes = dict(so_far.total), dict(so_far.slopes)
     for name, given in update.bundles["model"].items():  # one at a time: a large update is on the disk
-        total = exact.plus(total, {name: given})
+        total[name] = exact.add(total.get(name), given)
         if name in state.control:
-            slopes = exact.plus(slopes, {name: (state.model[name].astype(np.float64) - given) / path})
+            slopes[name] = exact.add(slopes.get(name), (state.model[name].astype(np.float64) - given) / path)
     return Sum(total, so_far.weights.plus(1.0), slopes, so_far.new + int(update.metrics["new"]))
 
 
