@@ -68,19 +68,19 @@ def state(round: int) -> BlobRef:
     return BlobRef(sha256=f"{round:04x}" * 16, size=5)
 
 
-def taken_up(store: Store, run: str, plan: Plan) -> tuple[Standing, int]:
+def taken_up(store: Store, run: str, plan: Plan, now_s: float = NOW_S) -> tuple[Standing, int]:
     """As a coordinator takes a run up: its snapshot, and the facts behind it; and where the snapshot ended."""
-    standing, upto = store.snapshots.of(run, plan, NOW_S)
+    standing, upto = store.snapshots.of(run, plan, now_s)
     for _, _, fact in store.facts(run, upto):
-        standing.take(fact, apply(standing.rounds, fact, NOW_S))
+        standing.take(fact, apply(standing.rounds, fact, now_s))
     return standing, upto
 
 
-def whole(store: Store, run: str, plan: Plan) -> Standing:
+def whole(store: Store, run: str, plan: Plan, now_s: float = NOW_S) -> Standing:
     """What all facts of a run come to."""
     standing = Standing(Rounds(plan))
     for _, _, fact in store.facts(run):
-        standing.take(fact, apply(standing.rounds, fact, NOW_S))
+        standing.take(fact, apply(standing.rounds, fact, now_s))
     return standing
 
 

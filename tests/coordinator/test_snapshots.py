@@ -53,15 +53,15 @@ def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run: Run) -
 def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
     often: Callable[[], Store], seed: int
 ) -> None:
-    """Facts of every kind in any order that is allowed; it is compared after each fact."""
+    """Facts of every kind in any order that is allowed; it is compared after each fact, by another process's clock."""
     roll, made = random.Random(seed), Run(often())
     kinds, used = set(), 0
     while len(made.standing.rounds.history) < 3 or made.standing.facts < 60:
         fact = any_fact(roll, made.id, made.standing.rounds)
         made.record(fact)
         kinds.add(type(fact).__name__)
-        standing, upto = taken_up(made.store, made.id, made.plan)
-        assert standing == whole(made.store, made.id, made.plan)
+        standing, upto = taken_up(made.store, made.id, made.plan, 99.0)
+        assert standing == whole(made.store, made.id, made.plan, 99.0)
         used += upto > 0
     assert used > 20
     assert {"Answered", "Committed", "Asked"} <= kinds
