@@ -108,6 +108,15 @@ def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Ca
     assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
 
 
+def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) -> None:
+    """The damage would be behind a snapshot that fits, where no start looks for it."""
+    made = Run(often())
+    made.record(Started(BLOB), Surveyed(0, DEVICES))
+    edited(made.store.home, "update facts set body = replace(body, 'Surveyed', 'surveyed') where seq = 2")
+    made.round(0, "a")
+    assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+
+
 # -- what does not fit ----------------------------------------------------------------------------
 
 
