@@ -88,6 +88,19 @@ def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path:
         assert store.snapshots.of(made.id, made.plan, 0.0)[1] == 57
 
 
+def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) -> None:
+    """Else each start of a coordinator would be followed by another snapshot."""
+    with Store(tmp_path, every=20) as store:
+        made = Run(store)
+        made.record(Started(BLOB), Surveyed(0, DEVICES))
+        for number in range(3):
+            made.round(number, *DEVICES)
+    with Store(tmp_path, every=20) as made.store:
+        assert taken_up(made.store, made.id, made.plan) == (made.standing, 29)
+        made.round(3, *DEVICES)
+        assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 29
+
+
 def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], Store]) -> None:
     """A snapshot that rests on them would outlive them where the process is killed."""
     made = Run(often())
