@@ -8,7 +8,7 @@ import pytest
 from job_facts import BLOB
 from stored_runs import Run, blob_of, of, state
 
-from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Started
+from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.store_rows import encoded
 
@@ -29,6 +29,18 @@ def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run:
     assert len([line for line in said if "order by seq" in line]) == 1
     run.record(Closed(3), Committed(3, state(3), False, {}))
     assert run.store.held() == {state(3).sha256, state(77).sha256}
+
+
+def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_ends(
+    run: Run, often: Callable[[], Store]
+) -> None:
+    """By the process that writes the facts, and by one that reads them."""
+    run.record(Answered(3, of(run.id, "b", 3)), Folded(3, ("a",), state(88)))
+    for store in (run.store, often()):
+        assert store.held() == {state(2).sha256, state(88).sha256, *blob_of(run.id, "b", 3)}
+    run.record(Closed(3), Committed(3, state(3), False, {}))
+    for store in (run.store, often()):
+        assert store.held() == {state(3).sha256}
 
 
 def append_and_fail(made: Run) -> None:
