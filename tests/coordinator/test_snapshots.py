@@ -22,6 +22,7 @@ from fedquilt.coordinator.facts import (
     Closed,
     Committed,
     Ended,
+    Folded,
     Plan,
     Rounds,
     Started,
@@ -128,6 +129,13 @@ def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) ->
     edited(made.store.home, "update facts set body = replace(body, 'Surveyed', 'surveyed') where seq = 2")
     made.round(0, "a")
     assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+
+
+def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run: Run) -> None:
+    """The updates in it are nowhere else."""
+    run.record(Folded(3, ("a",), BLOB), Ended("stopped"))
+    assert behind(run) == 0
+    assert run.standing.rounds.folded == Folded(3, ("a",), BLOB)
 
 
 # -- what does not fit ----------------------------------------------------------------------------
