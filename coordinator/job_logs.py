@@ -102,9 +102,8 @@ class Logs:
 
 
 def has(db: sqlite3.Connection, job: str, seq: int, sum: bytes) -> bool:
-    """Whether a job's fact of this number has this checksum; fact 0 stands for an empty log."""
-    found = db.execute("select sum from facts where seq = ? and job = ?", (seq, job)).fetchone()
-    return found == (sum,) or (found is None and (seq, sum) == (0, FIRST))
+    """Whether a job's fact of this number has this checksum."""
+    return bool(db.execute("select sum from facts where seq = ? and job = ?", (seq, job)).fetchone() == (sum,))
 
 
 _BEHIND: Final = """

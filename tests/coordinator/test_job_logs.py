@@ -43,6 +43,16 @@ def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_
         assert store.held() == {state(3).sha256}
 
 
+def test_what_another_process_has_written_between_two_facts_of_this_one_is_needed_too(
+    run: Run, often: Callable[[], Store]
+) -> None:
+    """Else the blobs of an update that counts would be taken for leftovers."""
+    before = run.store.held()
+    often().append(run.id, Answered(3, of(run.id, "c", 3)))
+    run.store.append(run.id, Answered(3, of(run.id, "b", 3)))
+    assert run.store.held() == before | blob_of(run.id, "b", 3) | blob_of(run.id, "c", 3)
+
+
 def append_and_fail(made: Run) -> None:
     """A fact whose transaction is taken back."""
     with made.store._writing():
