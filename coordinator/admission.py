@@ -227,12 +227,12 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
 
 def _examined(state: Rounds | None, arriving: Arriving, event: Examined, now_s: float) -> Step:
     device, update = event.device, event.update
-    if state is None or arriving is not update:
+    if state is None or arriving != update:
         return Step(arriving)
     if event.taken is None:
         return _refused(device, update, event.reason)
     fact = state.answered_by(event.taken, now_s, event.ask)
-    superseded = () if event.taken is update else (Discard(update),)
+    superseded = () if event.taken == update else (Discard(update),)
     actions = (Answer(device, update, True), Withdraw(device), *superseded)
     return Step(None, (fact,), actions)
 

@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from fedquilt.coordinator import admission, facts, mending, rounds
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Done, Running
@@ -73,7 +71,7 @@ class Beside:
     ) -> None:
         self._served, self._worker, self._tended, self._left = served, worker, tended, left
         self._summing = False  # whether the worker folds or commits
-        self._examining: dict[str, Update] = {}  # by device: what the worker reads, as it was offered last
+        self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
         self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
 
     @property
@@ -93,7 +91,6 @@ class Beside:
         """Read an update whose blobs are here, and let count what it holds."""
         large = self._large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
-            self._examining[device] = update
             return
         examining = self._served.job.examining(device, update, profile, now_s, large=large)
         if large:
@@ -105,16 +102,13 @@ class Beside:
             self._count(examining(), now_s)
 
     def _examined(self, device: str, update: Update, examining: Callable[[], admission.Examined], now_s: float) -> None:
-        latest = self._examining.get(device)
-        if latest != update:
+        if self._examining.get(device) != update:
             return  # the device has offered another one since
         del self._examining[device]
         self._in_time.discard(device)
-        if self._gone or self._served.arriving.get(device) is not latest:
+        if self._gone or self._served.arriving.get(device) != update:
             return  # it was not waited for any more while it was read, and its blobs may be gone
-        found = examining()
-        taken = latest if found.taken == latest else found.taken
-        self._count(msgspec.structs.replace(found, update=latest, taken=taken), now_s)
+        self._count(examining(), now_s)
 
     def _count(self, examined: admission.Examined, now_s: float) -> None:
         if examined.odd:
