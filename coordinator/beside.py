@@ -53,7 +53,7 @@ class Served(Protocol):
 
 
 class Beside:
-    """Of one job.
+    """Examination, folding and commits of one job's updates.
 
     Args:
         served: the job.

@@ -62,7 +62,7 @@ class _Request(NamedTuple):
 
 @dataclass
 class Grant:
-    """What one token opens: a blob for one device."""
+    """Permission that a token stands for: one blob, for one device."""
 
     device: str
     ref: BlobRef

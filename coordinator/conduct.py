@@ -38,7 +38,7 @@ class _Account:
 
 @dataclass
 class Conduct:
-    """Of all devices. A device that has taken nothing of late is not remembered."""
+    """Accounts of all devices. A device that has taken nothing of late is not remembered."""
 
     _accounts: dict[str, _Account] = field(default_factory=dict)
     _most: int = 1024  # accounts before one looks which can be let go of

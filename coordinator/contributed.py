@@ -20,7 +20,7 @@ class Contributed(Sequence[int]):
 
     @staticmethod
     def unpack(packed: bytes) -> Contributed:
-        """What `packed` has made bytes of."""
+        """Rounds from the bytes that `packed` returned."""
         return Contributed(int.from_bytes(packed, "little"))
 
     def packed(self) -> bytes:

@@ -165,7 +165,7 @@ class OverLink:
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
     def fds(self) -> Sequence[int]:
-        """What wakes it when a blob has come beside the broker."""
+        """File descriptors that are readable when a transfer beside the broker has ended."""
         return self._transfers.fds()
 
     def hear(self, now_s: float) -> Iterator[Heard]:

@@ -121,7 +121,7 @@ class _Update(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    """What a fact names of blobs, whatever else it says."""
+    """Blobs that a fact names; its other fields are not read."""
 
     state: _Blob | None = None
     update: _Update | None = None

@@ -10,7 +10,7 @@ import msgspec
 from fedquilt.coordinator.deadline import Short
 
 Lasts: TypeAlias = Literal["attempt", "rounds", "start"]
-"""How long a refusal holds. "attempt": until the next attempt. "rounds": `AGAIN_ROUNDS` rounds, for as much work.
+"""Duration of a refusal. "attempt": until the next attempt. "rounds": `AGAIN_ROUNDS` rounds, for as much work.
 "start": until the board's agent starts anew or announces another profile, as nothing else mends it."""
 
 NOTHING: Final = "none"  # code of a device that the method has no task for

@@ -1,4 +1,4 @@
-"""What a rollout is to do, and which plans cannot be carried out."""
+"""Plan of a rollout, and a check whether it can be carried out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a rollout is to do."""
+    """Plan of a rollout."""
 
     kind: wire.Kind
     name: Label  # what people call it: the run, or the version

@@ -79,7 +79,7 @@ class Server:
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
-        """Those of the executor and of the worker."""
+        """File descriptors of the executor and of the worker."""
         return [*self._executor.fds(), *self._worker.fds()]
 
     def jobs(self) -> list[Running]:

@@ -1,4 +1,4 @@
-"""What a job's facts add up to, kept beside its log, so that a coordinator begins with the last few facts.
+"""Snapshots of the state that a job's facts add up to, kept beside its log: a start applies the last few facts alone.
 
 The log is the truth: a snapshot is derived from it, nothing needs one, and whatever does not fit is passed over and
 made anew: of another version, damaged, or of a log that has another fact where the snapshot ends.
@@ -41,7 +41,7 @@ logger = logging.getLogger("fedquilt.coordinator")
 
 
 class Standing(msgspec.Struct):
-    """What a job's facts add up to."""
+    """State that a job's facts add up to."""
 
     rounds: Rounds
     examples: dict[str, int] = {}  # device -> number of its examples, as reported

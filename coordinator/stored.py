@@ -122,7 +122,7 @@ class Stored:
 
     @property
     def offset_s(self) -> float:
-        """Of the store's clock from this machine's."""
+        """Seconds by which the store's clock is ahead of this machine's."""
         return self._bucket.offset_s
 
     def _rest(self, error: str) -> None:

@@ -42,7 +42,7 @@ Base = Callable[[str], Tensors | None]
 
 
 class Summing:
-    """Of one round.
+    """Sum of one running round.
 
     Args:
         depot: where updates are.

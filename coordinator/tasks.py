@@ -23,7 +23,7 @@ def held_of(data: Mapping[str, Any] | None) -> float:
 
 
 class Common:
-    """What a running round orders of every device, where its method's `send` is the same for all: made and priced once.
+    """Orders of a running round that are the same for several devices, made and priced once.
 
     Args:
         held: share of a device's examples that is held out.
@@ -36,7 +36,7 @@ class Common:
         self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def order(self, send: Callable[[Any, DeviceView], Order | None], state: Any, view: DeviceView) -> Order | None:
-        """What a method orders of a device."""
+        """Order of a method for a device; None: it has none."""
         common = alike(send)
         if common is None:
             return send(state, view)
@@ -46,7 +46,7 @@ class Common:
         return self._orders[key]
 
     def ask(self, order: Order, actions: tuple[Action, ...], engine: str, uneven: bool) -> Ask:
-        """What an order asks of a device with this engine; arguments as of `ask_of`."""
+        """Work of an order on a device with this engine; arguments as of `ask_of`."""
         if not self._common(order):
             return ask_of(order, actions, engine, self._held, uneven)
         key = id(order), engine, actions, uneven

@@ -179,7 +179,7 @@ class Local:
             return self._remembered.private(job, counted)
 
     def latest(self, job: str) -> Private:
-        """What this device has kept of a job after the last round that was counted, as `Remembered.latest`."""
+        """Private state of a job after the last round that was counted, as `Remembered.latest`."""
         with doing(f"read {self._private}"):
             return self._remembered.latest(job)
 

@@ -75,7 +75,7 @@ def detail(kept: Kept) -> dict[str, Any]:
 
 
 class Sight(NamedTuple):
-    """What is known around the rollouts of a home."""
+    """Surroundings of a home's rollouts."""
 
     home: Path
     served: bool  # by a coordinator, without which nothing goes on
@@ -85,7 +85,7 @@ class Sight(NamedTuple):
 
 
 def sight(home: Path, log: RolloutLog) -> Sight:
-    """What is known around the rollouts of a home at this moment.
+    """Surroundings of a home's rollouts at this moment.
 
     Raises:
         StoreError: the home, or what is kept of boards, cannot be read.
@@ -107,7 +107,7 @@ def held(kept: Kept, log: RolloutLog, around: Sight) -> str:
 
 
 def waits(state: Rollout, facts: Sequence[tuple[int, float, AnyFact]], around: Sight) -> str:
-    """For whom or what a rollout waits, as a sentence's end; "": for nothing.
+    """Boards or events that a rollout waits for, as a sentence's end; "": for nothing.
 
     Args:
         state: of the rollout.
@@ -142,7 +142,7 @@ def waits(state: Rollout, facts: Sequence[tuple[int, float, AnyFact]], around: S
 
 
 def unchosen(plan: Plan, around: Sight) -> str:
-    """That a plan's selection names no board that is known, as a sentence's end; "": it names some."""
+    """Sentence's end for a plan whose selection names no known board; "": it names some."""
     if any(labels.selects(plan.select, board.labels) for board in around.boards.values()):
         return ""
     if not around.boards:
@@ -154,7 +154,7 @@ def unchosen(plan: Plan, around: Sight) -> str:
 
 
 def _said(standing: str, heard: Heard | None) -> str:
-    """Why a board stands so: its own words, or that there were none."""
+    """Reason for a board's standing: its own words, or that it fell silent; "": none."""
     if heard is None:
         return ""
     if standing == "lost":

@@ -162,7 +162,7 @@ class AgentKind(Kind):
     # -- as a kind of release --
 
     def unable(self) -> str:
-        """Why it cannot be upgraded: without a launcher nothing would return from a version that does not start."""
+        """Reason why the agent cannot be upgraded: without a launcher nothing returns from a version that fails."""
         return "none: no launcher started the agent" if self._started is None else ""
 
     def current(self) -> str:

@@ -81,7 +81,7 @@ class Transfers:
     # -- what the owner asks --
 
     def fds(self) -> Sequence[int]:
-        """What wakes the owner when a transfer beside the link has ended."""
+        """File descriptors that are readable when a transfer beside the link has ended."""
         return self._streaming.fds()
 
     def want(self, device: str, ref: BlobRef) -> None:

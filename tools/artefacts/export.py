@@ -19,7 +19,7 @@ from fedquilt.models.stitching import names, stitched
 
 
 def artefact(store: Store, run: str) -> Artefact:
-    """What a run has come to, as of its last committed round; errors as of `state_of`."""
+    """Result of a run after its last committed round; errors as of `state_of`."""
     row = store.job(run)
     return methods.load(row.job.method).result(state_of(store, row))
 

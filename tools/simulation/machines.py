@@ -61,7 +61,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run was computed on: the workers' machines, by the name of each."""
+    """Machines of the workers that computed a run, by name."""
 
     workers: dict[str, Machine]
 
@@ -92,7 +92,7 @@ def here(modules: Collection[str] = (), threads: str | None = None) -> Machine:
 
 
 def name() -> str:
-    """What this machine is called."""
+    """Name of this machine."""
     return platform.node() or "localhost"
 
 
@@ -138,7 +138,7 @@ def keep(home: Path, run: str, found: Mapping[str, Machine], *, mixed: bool) -> 
 
 
 def read(home: Path, run: str) -> dict[str, Machine]:
-    """What a run was computed on, by the names of the machines; empty: nothing was noted."""
+    """Machines that a run was computed on, by name; empty: none were noted."""
     path = home / "machines" / f"{run}.json"
     try:
         return checked.decode(path.read_bytes(), Machines).workers
