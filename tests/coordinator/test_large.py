@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from by_hand import Stage, ones
 
-from fedquilt import compression
+from fedquilt import compression, tensors
 from fedquilt.coordinator.facts import Answered, AnyFact, Closed, Committed, Ended, Folded, Lost, Rejected
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Here, Thread
@@ -91,6 +91,20 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     assert not stage.told(Lost)
     sums = {fact.sum.sha256 for fact in stage.told(Folded)}
     assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
+
+
+def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> None:
+    """After every second update here, and not after each one that follows a first sum."""
+    worker, model = eager(), ones(1.0)
+    own_bytes = 16 * sum(array.size for array in model.values())
+    worker.stored_at = 1.5 * len(tensors.encode(model)) / own_bytes
+    stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 5})
+    hands = [stage.hand(name) for name in "abcde"]
+    stage.play()
+    for hand in hands[:4]:
+        hand.answer(ones(1.0))
+        stage.play()
+    assert [fact.devices for fact in stage.told(Folded)] == [("a", "b"), ("a", "b", "c", "d")]
 
 
 class Killed(BaseException):
