@@ -1,0 +1,76 @@
+"""The sum of a running round, asked by hand: what is in it is what counts, whatever went wrong before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from by_hand import Stage, ones
+from msgspec.structs import replace
+
+from fedquilt import tensors
+from fedquilt.coordinator import summing
+from fedquilt.coordinator.job import Running
+from fedquilt.core import Update, Usage
+
+
+@pytest.fixture(params=["fedavg", "robust"])
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
+    cohort = {"start_devices": 3, "deadline_s": 1000.0}
+    stage = Stage(tmp_path, method=request.param, cohort=cohort)
+    for name in "abc":
+        stage.hand(name)
+    stage.play()
+    yield stage.server.jobs()[0]
+    stage.store.close()
+
+
+def update(running: Running, device: str, factor: float) -> Update:
+    """An update that is on the coordinator's disk."""
+    ref = running._store.depot.put(tensors.encode(ones(factor)))
+    return Update(running.id, 0, 0, device, 1.0, {"model": ref}, {}, Usage())
+
+
+def closed(running: Running, *updates: Update) -> dict[str, np.ndarray]:
+    """Model after the round in which exactly these count."""
+    rounds = replace(
+        running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
+    )
+    return dict(running.method.step(running.state, running._summing.closed(rounds)).model)
+
+
+def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first one is in memory, as it waited for others, and there is no room for the second."""
+    first, last = update(running, "c", 1.0), update(running, "c", 3.0)
+    assert running.taken(first, None) == first
+    monkeypatch.setattr(summing, "READ_BYTES", 0)
+    assert running.taken(last, None) == last
+    assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
+        "1.weight": {3.0},
+        "1.bias": {3.0},
+    }
+
+
+def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folds add in place: a method's error may come when half of the tensors are added."""
+    one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._fold
+
+    def fails(state: Any, so_far: Any, given: Any) -> Any:
+        found = fold(state, so_far, given)
+        if given.device == "b":
+            raise RuntimeError("halfway")
+        return found
+
+    assert running.taken(one, None) == one
+    monkeypatch.setattr(running._summing, "_fold", fails)
+    with pytest.raises(RuntimeError, match="halfway"):
+        running.taken(other, None)
+    assert set(closed(running, one)["1.bias"].tolist()) == {1.0}
