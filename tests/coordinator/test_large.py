@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from by_hand import Stage, ones
 
-from fedquilt import compression, tensors
-from fedquilt.coordinator.facts import Answered, AnyFact, Closed, Committed, Ended, Folded, Lost, Rejected
+from fedquilt import compression, tensors, wire
+from fedquilt.coordinator.facts import Answered, AnyFact, Closed, Committed, Declined, Ended, Folded, Lost, Rejected
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.summing import Summing
 from fedquilt.coordinator.worker import Here, Thread
-from fedquilt.core import Encoding, StoreError
+from fedquilt.core import Encoding, StoreError, Update
 
 VALUES = {"a": 1.0, "b": 0.1, "c": 1e-9}
 COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}
@@ -82,6 +83,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
     assert [fact.devices for fact in stage.told(Folded)] == [("c",), ("a", "c")]
+    assert [stage.store.depot.has(fact.sum) for fact in stage.told(Folded)] == [False, True]
     assert blobs(stage) == set()
     stage.restart()
     stage.play()
@@ -225,6 +227,45 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
         stage.server.step(stage.broker.now_s)
     assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
     worker.close()
+
+
+def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blobs are dropped meanwhile, so that what the worker cannot read is no failure of the disk."""
+    worker, gate = Thread(large_bytes=0), threading.Event()
+    stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
+    hand, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    update = hand.answer(ones(1.0))
+    stage.play()
+    hand.say("claim", wire.Claim(update.job, 0, 0, accepted=False, code="failed", reason="out of memory"))
+    stage.play()
+
+    def gone(*given: object) -> Update:
+        raise StoreError("the blob is gone")
+
+    monkeypatch.setattr(Summing, "examined", gone)
+    gate.set()
+    while not worker.idle:
+        select.select(worker.fds(), (), (), 60)
+        stage.server.step(stage.broker.now_s)
+    assert [fact.device for fact in stage.told(Declined)] == ["a"]
+    assert not stage.told(Answered)
+    worker.close()
+
+
+def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp_path: Path) -> None:
+    """A board whose steps move nothing sends the bytes that it was sent."""
+    stage = played(tmp_path, "", eager(), rounds=2)
+    for hand in [*stage.hands, stage.hands[0]]:
+        hand.answer(ones(5.0))
+        stage.play()
+    ref = stage.told(Answered)[-1].update.bundles["model"]
+    assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
+    assert (stage.told(Folded)[-1].round, stage.told(Folded)[-1].devices) == (1, ("a",))
+    assert stage.store.depot.has(ref)
 
 
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
