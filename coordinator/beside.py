@@ -126,7 +126,7 @@ class Beside:
         """Note that a sum is stored, and drop what is in it."""
         self._summing = False
         before = self._served.job.rounds
-        if self._gone or before.phase not in ("open", "closing"):
+        if self._gone:
             return
         fact = self._ended(result, now_s)
         if fact is not None:
@@ -154,7 +154,7 @@ class Beside:
 
     def _committed(self, result: Callable[[], Done], now_s: float) -> None:
         self._summing = False
-        if self._gone or self._served.job.rounds.phase != "closing":
+        if self._gone:
             return
         done = self._ended(result, now_s)
         if isinstance(done, Done):

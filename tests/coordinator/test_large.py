@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import select
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 from by_hand import Stage, ones
+from waiting import until
 
 from fedquilt import compression, tensors, wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Closed, Committed, Declined, Ended, Folded, Lost, Rejected
@@ -268,6 +270,35 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     assert stage.store.depot.has(ref)
 
 
+class Slow(Here):
+    """A worker that carries out a piece when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(large_bytes=0)
+        self.stored_at = 0.0
+        self.begun: deque[tuple[Any, Any]] = deque()
+
+    def start(self, piece: Any, then: Any) -> None:
+        self.begun.append((piece, then))
+
+    def go_on(self) -> None:
+        super().start(*self.begun.popleft())
+
+
+def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path: Path) -> None:
+    """What is dropped of the one is what the other has left to fold."""
+    worker = Slow()
+    stage = played(tmp_path, "", worker)
+    for hand in stage.hands[:2]:
+        hand.answer(ones(1.0))
+    for _ in range(4):  # read a, read b, fold a, fold b
+        stage.play()
+        worker.go_on()
+    stage.play()
+    assert [fact.devices for fact in stage.told(Folded)] == [("a",), ("a", "b")]
+    assert not stage.told(Lost)
+
+
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
     """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
     worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()
@@ -289,6 +320,19 @@ def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None
     with pytest.raises(StoreError, match="the disk is full"):
         told[1]()  # type: ignore[operator]
     worker.close()
+
+
+def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
+    """A coordinator that is to end waits for the piece under way, and not for all that are left."""
+    worker, gate, ran = Thread(large_bytes=1), threading.Event(), list[str]()
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    worker.start(lambda: ran.append("next"), lambda result, now_s: None)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    until(lambda: worker._closed, "the worker is told to end")
+    gate.set()
+    closing.join()
+    assert ran == []
 
 
 def test_leftovers_are_swept_when_the_worker_has_nothing_in_hand(tmp_path: Path) -> None:

@@ -300,6 +300,34 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
         ways.own.write(memoryview(payload[1000:]), turn)
 
 
+def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:
+    """The board says which of the places it was."""
+    pair.places._stored = Store()  # type: ignore[assignment]
+    payload = noise(2 * CHUNK)
+    ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    manifest = chunks.cut(ref, CHUNK, lambda at, size: payload[at : at + size])
+    sources = pair.places.accepts("a", Intake(pair.coordinator.depot, manifest, bytes(2)))
+    assert [bool(source.token) for source in sources] == [False, True]
+    assert pair.places.brought("a", ref, 0) == sources[:1]
+    assert pair.places.brought("a", ref, 1) == ()
+    assert pair.places._server is not None
+    assert len(pair.places._server._grants) == 1
+    pair.places.over(("a", ref.sha256))
+    assert not pair.places._server._grants  # nobody puts anything any more, and nothing is kept of the upload
+
+
+class Store:
+    """An object store that nothing is asked of."""
+
+    def accepts(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
+        return (Source(url="http://store/"),)
+
+    def over(self, key: tuple[str, str]) -> None:
+        pass
+
+    brought = accepts
+
+
 def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store is asked to remove the updates of a thousand boards at once: not by a thousand threads."""
     ways, begun = Carriers(most=2), list[Callable[[], None]]()
