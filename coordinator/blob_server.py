@@ -253,7 +253,6 @@ class BlobServer:
                 self._spend(grant, len(piece))
 
             pour(line.file, end - start, take)
-            self.revoke(*key, put=True)
             intake.finish(turn)
         except ClosedError as error:
             raise _Said(409, str(error)) from None

@@ -17,7 +17,7 @@ from waiting import until
 
 from fedquilt import wire
 from fedquilt.blobs.carriers import Ended
-from fedquilt.blobs.intake import Intake
+from fedquilt.blobs.intake import ClosedError, Intake
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import blob_server, places
 from fedquilt.coordinator.blob_server import BlobServer
@@ -253,6 +253,29 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Certified:
 
 def identity(site: Certified, name: str, kind: str = "device") -> Identity:
     return Identity(site.broker(name, kind))
+
+
+def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) -> None:
+    """A connection that the board has given up may still have bytes on their way."""
+    intake, token = site.upload()
+    turn = intake.turn()
+    head = f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}"
+    assert site.ask(head)[1]["Upload-Offset"] == "0"
+    with pytest.raises(ClosedError):
+        intake.write(memoryview(b"late"), turn)
+
+
+def test_a_board_that_moves_a_blob_leaves_room_for_others_behind_its_address(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_server, "OF_ONE_MOST", 1)
+    intake, token = site.upload()
+    size = intake.ref.size
+    head = f"PUT /blobs/{intake.ref.sha256} HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {size}\r\n"
+    with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+        sock.sendall(f"{head}Content-Range: bytes 0-{size - 1}/{size}\r\n\r\n".encode())
+        until(lambda: intake._turn, "the upload is under way")
+        assert site.get()[0] == 200
 
 
 def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(
