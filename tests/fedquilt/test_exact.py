@@ -82,6 +82,13 @@ def test_numbers_that_cancel_leave_what_was_small() -> None:
     assert not np.signbit(total(arrays[:1], [1.0]).value()[1])
 
 
+def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value() -> None:
+    """1e30, 1e10 and their opposites cancel, in whatever order they come."""
+    addends = (1e30, 1e10, 1e-10, -1e30, -1e10)
+    for order in itertools.permutations(np.array([value]) for value in addends):
+        assert total(list(order), [1.0] * 5).value().tolist() == [1e-10]
+
+
 def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart() -> None:
     """A hundred boards' models of whole weights, then of broken ones; its arrays stay where they are."""
     boards = [each * np.float32(0.05) for each in addends(exact.SHORT, 8, count=100)]
