@@ -146,6 +146,18 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> N
     assert site.there(f"fleet/dn/{ref.sha256}")
 
 
+def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site: Site) -> None:
+    """As a bucket's own rules do after some days."""
+    pair, ref = site.pair, site.pair.coordinator.depot.put(noise(12 * CHUNK))
+    name, there = f"fleet/dn/{ref.sha256}", pair.places._stored._there
+    pair.boards["a"].transfers.want("a", ref)
+    pair.play(lambda: ref.sha256 in there)
+    assert _ask(site.direct.signed("DELETE", name), "DELETE") == 204
+    there[ref.sha256] = time.monotonic()
+    pair.boards["b"].transfers.want("b", ref)
+    pair.play(lambda: site.there(name))
+
+
 def test_an_update_goes_by_the_store_and_is_removed_there(site: Site) -> None:
     pair, board = site.pair, site.pair.boards["a"]
     ref = board.depot.put(noise(12 * CHUNK, 3))
