@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from one_agent import Board, Site
 
 from fedquilt import profiles, tensors
@@ -27,6 +28,13 @@ def working(site: Site, **changes: Any) -> None:
     site.ask(**changes)
     site.bench.events.append(Loaded(10))
     site.run(1.1)
+
+
+def test_time_for_the_way_of_the_update_is_left_before_the_deadline(site: Site) -> None:
+    """40 s fit into 60 s; not if the last update of the job took 25 s from its offer to its answer."""
+    site.agent.duty.state = replace(site.agent.duty.state, sent={"j-1": (25.0,)})
+    working(site)
+    assert site.board.clocks == ["fast"]
 
 
 def test_a_task_is_worked_on_at_the_point_its_deadline_asks_for(site: Site) -> None:

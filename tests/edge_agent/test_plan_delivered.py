@@ -182,6 +182,15 @@ def test_later_the_middle_of_the_last_three_ways_is_left() -> None:
     assert plan.way_s(at_work(state, now_s=now_s + 9.0, round=4, fetched_s=9.0), now_s + 9.0) == 5.0
 
 
+def test_an_update_that_is_sent_under_a_new_attempt_has_been_on_its_way_since_it_was_made() -> None:
+    """Else a board whose updates come too late would take its way for short."""
+    state = at_work(State(MEANS), now_s=0.0)
+    state, _ = advance(state, Done(update(), False), 0.0)
+    state, _ = advance(state, Arrived(task(attempt=1)), 20.0)
+    state, _ = advance(state, Acked(("j-1", 0), True), 21.0)
+    assert state.sent == {"j-1": (21.0,)}
+
+
 def test_a_refused_update_and_one_from_before_a_restart_tell_nothing_of_the_way() -> None:
     """The one was perhaps never sent, of the other nobody knows when it was."""
     refused, _ = advance(done(), Acked(("j-1", 0), False), 30.0)

@@ -56,6 +56,21 @@ def test_what_is_shorter_than_it_says_is_malformed(body: bytes) -> None:
         packets.published(5, 0x30, bytearray(body))
 
 
+def test_a_topic_that_is_longer_than_its_packet_is_malformed_at_either_level() -> None:
+    with pytest.raises(MalformedPacketError, match="topic"):
+        packets.published(4, 0x30, bytearray(b"\x00\x09a"))
+
+
+def test_a_length_takes_four_bytes_and_a_packet_as_many_as_are_permitted_at_the_most() -> None:
+    """Nothing more is waited for."""
+    assert packets.first(bytearray(b"\x30\x80\x80\x80"), 0) is None
+    with pytest.raises(MalformedPacketError, match="four bytes"):
+        packets.first(bytearray(b"\x30\x80\x80\x80\x80"), 0)
+    assert packets.first(bytearray(b"\x30\x05"), 0, 5) is None
+    with pytest.raises(MalformedPacketError, match="5 are the most"):
+        packets.first(bytearray(b"\x30\x06"), 0, 5)
+
+
 @FUZZ
 @given(st.binary(max_size=40), st.sampled_from([4, 5]))
 def test_any_bytes_are_read_or_malformed(data: bytes, level: int) -> None:
