@@ -59,7 +59,7 @@ class Worker(Bench):
 
 def prepare(engine: str) -> None:
     """Import what is heavy, before anything is asked."""
-    name = "torch_batched" if engine == "torch" else f"{engine}_engine"
+    name = f"{engine}_batched" if engine in ("torch", "numpy") else f"{engine}_engine"
     importlib.import_module(f"fedquilt.edge_agent.engines.{name}")
     gc.freeze()  # what is imported stays: no later collection has to go through it
 
