@@ -119,9 +119,10 @@ def _add(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
                 limbs[index][place] = found
         else:
             held[...] = found
-    if np.count_nonzero(rest):
-        limbs.append(np.zeros_like(limbs[0]))
-        limbs[-1][place] = rest
+        if not rest.any():  # as most often: nothing is left for another limb
+            return
+    limbs.append(np.zeros_like(limbs[0]))
+    limbs[-1][place] = rest
 
 
 def _second(shape: tuple[int, ...]) -> np.ndarray:

@@ -42,7 +42,7 @@ class BatchedNumpyEngine(Together, NumpyEngine):
         orders = [training.orders(count, fit.epochs, call.rng) for call in calls]
         for epoch in range(fit.epochs):
             for batch in training.batches(np.arange(count), fit.batch):
-                losses, gradient = np.zeros(len(calls)), {name: np.zeros_like(array) for name, array in model.items()}
+                losses, gradient = np.zeros(len(calls)), dict[str, np.ndarray]()
                 for places in training.micro_batches(batch, at_once):
                     rows = [order[epoch][places] for order in orders]
                     losses += _gradient(model, calls, rows, len(batch), gradient)

@@ -170,10 +170,14 @@ class Descent:
         self._steps += 1
         for name, array in moved.items():
             value = self._model[name]
-            change = array * np.float32(scale) + np.float32(self._fit.weight_decay) * value
+            change = array if scale == 1.0 else array * np.float32(scale)
+            if self._fit.weight_decay:
+                change = change + np.float32(self._fit.weight_decay) * value
             value -= self._rates[name] * (self._adam if self._second else self._sgd)(name, change)
 
     def _sgd(self, name: str, change: np.ndarray) -> np.ndarray:
+        if not self._fit.momentum:
+            return change
         momentum = np.float32(self._fit.momentum)
         self._first[name] = momentum * self._first[name] + change
         return change + momentum * self._first[name] if self._fit.nesterov else self._first[name]
@@ -256,7 +260,7 @@ def _gradient(
     network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Mean loss over the mini-batch and its gradient, by micro-batches and back through the layers."""
-    loss, gradient = 0.0, {name: np.zeros(array.shape, array.dtype) for name, array in model.items()}
+    loss, gradient = 0.0, dict[str, np.ndarray]()
     for rows in training.micro_batches(batch, at_once):
         values = forward(model, _inputs(network, examples.x[rows], hooks))
         losses, back = objectives.losses(metrics.task_of(network), values.pop(), examples.y[rows])
@@ -275,11 +279,12 @@ def backward(
         values: input and hidden layers, as of `forward`.
         back: gradient of the losses by the scores, (n, outputs) or (devices, n, outputs); it is overwritten.
         count: number of examples.
-        gradient: what it is added to, by tensor.
+        gradient: what it is added to, by tensor; empty at first.
     """
     back /= np.float32(count)
     for layer in reversed(range(len(values))):
-        gradient[f"{2 * layer + 1}.weight"] += back.swapaxes(-1, -2) @ values[layer]
-        gradient[f"{2 * layer + 1}.bias"] += back.sum(axis=-2)
+        weight, bias = back.swapaxes(-1, -2) @ values[layer], back.sum(axis=-2)
+        for name, found in ((f"{2 * layer + 1}.weight", weight), (f"{2 * layer + 1}.bias", bias)):
+            gradient[name] = found if name not in gradient else gradient[name] + found
         if layer:
             back = (back @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)

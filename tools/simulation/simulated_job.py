@@ -65,6 +65,10 @@ class Ahead(Protocol):
         """Announce one of them; the others follow in the order in which they will be asked for."""
         ...
 
+    def fold_for(self, sums: Simulation) -> None:
+        """Have what orders come to folded where they are carried out, and give `sums` the sums."""
+        ...
+
 
 class Simulation:
     """One job on one simulated fleet.
@@ -190,6 +194,7 @@ class Simulation:
         """Announce a round's orders from now on, each as its device begins it, while others are still being asked."""
         if ahead is not None and not self._conspiring:  # adversaries who listen are asked after the others, otherwise
             self._ahead, self.fleet.begun = ahead, ahead.begun
+            ahead.fold_for(self)
 
     def _not_begun(self) -> None:
         """Take over what the log says of a run that could not be taken up; nobody was told of it."""
@@ -205,11 +210,26 @@ class Simulation:
         """Outcome of an order."""
         task, job = self.fleet.at_work(device), self._server.job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
-            if all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
+            small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
+            if small and job.foreseen(task.round, device):
                 job.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
             if self._conspiring and device not in self.adversaries:
                 self._overheard.hear(self._given(device, task, outcome))
         self.fleet.worked(device, outcome)
+
+    def state_of(self, orders: Sequence[Order]) -> str:
+        """File of the state that what comes of these orders is folded with; "": it is not folded elsewhere."""
+        job = self._server.job(self.run)
+        if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
+            return ""
+        return job.folded_from() or ""
+
+    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: bytes) -> None:
+        """Take the sum of what these orders have come to; their outcomes follow."""
+        job, done = self._server.job(self.run), zip(orders, outcomes, strict=True)
+        if job is not None and all(self.fleet.at_work(each.device) == each.task for each in orders):
+            given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}
+            job.foresee_sum(orders[0].task.round, given, packed)
 
     def _given(self, device: str, task: Task, outcome: Outcome) -> Contribution:
         """What a device will send, as its order has left it."""
