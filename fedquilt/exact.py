@@ -88,7 +88,8 @@ def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
 def merge(one: Total, other: Total) -> Total:
     """Sum of two sums of different boards, in place of the first."""
     for limb in other.limbs:
-        one = add(one, limb)
+        if limb.any():  # as the second one seldom does
+            one = add(one, limb)
     return one
 
 

@@ -134,6 +134,11 @@ class SimulatedFleet(WithoutReleases):
         """Orders that have begun, and whose outcome virtual time waits for; sorted by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
 
+    @property
+    def at_work_now(self) -> bool:
+        """Whether orders have begun whose outcomes virtual time waits for."""
+        return bool(self._waiting)
+
     def at_work(self, device: str) -> Task | None:
         """The task whose outcome a device waits for, if it waits for one."""
         given = self._waiting.get(device)

@@ -33,7 +33,7 @@ from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.workers import Answer, Place, PoolError, Setup, Share, Work, Workers
 
-TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
+TOGETHER: Final = 16  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
 LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import mending
+from fedquilt.coordinator import cohort, mending
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.preflight import needs
@@ -177,6 +177,9 @@ class Simulation:
         """Go on until orders have to be carried out, and which; none: the run is over, or waits for devices to come."""
         while not self.over:
             due_s = self._server.step(self.now_s)
+            if self.fleet.at_work_now:
+                self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
+                self._prepare()
             if orders := self._in_turn(self.fleet.waiting):
                 return orders
             job = self._server.job(self.run)
@@ -189,6 +192,11 @@ class Simulation:
                 break
             self.now_s = max(self.now_s, due_s)
         return []
+
+    def _prepare(self) -> None:
+        """Draw the next round's lots while devices are at work."""
+        if (job := self._server.job(self.run)) is not None:
+            cohort.draws(job.job.seed, job.rounds.round + 1, job.rounds.eligible)
 
     def look_ahead(self, ahead: Ahead | None) -> None:
         """Announce a round's orders from now on, each as its device begins it, while others are still being asked."""
