@@ -127,7 +127,8 @@ class Summing:
 
     def foresee_sum(self, given: Mapping[str, Told], packed: bytes) -> None:
         """Take the packed sum of several foreseen updates, which counts once all of them do, with the same content."""
-        if self._sums is not None:
+        with contextlib.suppress(Exception):
+            assert self._sums is not None
             self._folding.put_apart(given, tensors.unpack(packed, self._sums))
 
     def _keep(self, update: Update, given: Contribution) -> None:

@@ -47,7 +47,9 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
         assert each["accuracy"] == pytest.approx(told["bare_1"]["accuracy"], abs=0.1)
         assert each["rate"] > 0
         assert 0 < each["start_s"] < each["wall_s"]
-        assert each["rss_mb"] >= each["pss_mb"] > (30 if name == "ours" else 100)  # ours needs no torch for this network
+        assert (
+            each["rss_mb"] >= each["pss_mb"] > (30 if name == "ours" else 100)
+        )  # ours needs no torch for this network
     figures = result["figures"]
     ratio = told["ours"]["rate"] / told["bare_n"]["rate"]
     assert figures["overhead_of_bare_loop"]["value"] == pytest.approx(ratio, abs=0.001)
