@@ -95,8 +95,6 @@ def serve(orders: socket.socket, blobs: int, make: Callable[[Setup], Worker] = W
 def main() -> None:
     """Fork the workers and serve each one's socket until the parent ends."""
     die_with(int(sys.argv[1]))
-    if os.environ.get("BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     prepare(sys.argv[2])
     pairs = [(int(socket), int(blobs)) for socket, _, blobs in (each.partition(":") for each in sys.argv[3:])]
     mine, children = pairs[0], []
