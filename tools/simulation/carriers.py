@@ -19,7 +19,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands, machines
 from fedquilt.tools.simulation.machines import Machine
-from fedquilt.tools.simulation.pool import APART, TOGETHER, Pool
+from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
 from fedquilt.tools.simulation.ray_cluster import chosen
 from fedquilt.tools.simulation.ray_workers import RayWorkers
@@ -112,8 +112,7 @@ def by_pool(
         made = Processes(library, len(os.sched_getaffinity(0)) if workers is None else workers, modules)
     else:
         made = RayWorkers(library, where, count=workers, mixed=mixed, modules=modules)
-    most = APART if library == "numpy" else TOGETHER
-    with Pool(made, itertools.chain(members, nothing), together=together, most=most) as pool:
+    with Pool(made, itertools.chain(members, nothing), together=together) as pool:
         held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
 
         def carry(orders: Sequence[Order]) -> Iterator[Outcome]:

@@ -34,7 +34,6 @@ from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.workers import Answer, Place, PoolError, Setup, Share, Work, Workers
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
-APART: Final = 16  # likewise where grouping decides no bit: the coordinator is at one part while workers are at others
 LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
 
 
@@ -71,16 +70,13 @@ class Pool:
         workers: not started yet.
         members: asked for once, one by one: their examples are written to a file.
         together: train orders in one graph that the engine can.
-        most: orders at most that go to a worker at once.
 
     Raises:
         PoolError: a worker ends unasked; says its last words.
     """
 
-    def __init__(
-        self, workers: Workers, members: Iterable[Member], *, together: bool = False, most: int = TOGETHER
-    ) -> None:
-        self._workers, self._members, self._together, self._most = workers, members, together, most
+    def __init__(self, workers: Workers, members: Iterable[Member], *, together: bool = False) -> None:
+        self._workers, self._members, self._together = workers, members, together
         self._joint = False
         self._given: dict[int, Package] = {}  # worker -> what it works on
         self._sizes: deque[int] = deque()  # of the packages that are announced and not complete
@@ -159,10 +155,10 @@ class Pool:
     # -- within -----------------------------------------------------------------------------------
 
     def _split(self, count: int) -> list[int]:
-        """How many of so many orders go together: about as many each time."""
+        """How many of so many orders go together: about as many each time, TOGETHER at most."""
         if not self._joint:  # whether more go together is not known, or was not so when asked last
             return [1] * count
-        return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / self._most))]
+        return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
     def _spread(self, packages: Sequence[Package]) -> Iterator[Answer]:
         """Hand the packages out to whichever worker is free; yields their answers in the packages' order."""
