@@ -17,7 +17,7 @@ from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Plan, Rounds, Started, apply
-from fedquilt.coordinator.folding import Told, blobs
+from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
@@ -25,7 +25,6 @@ from fedquilt.coordinator.summing import Summing
 from fedquilt.core import (
     Action,
     BlobRef,
-    Contribution,
     DeviceView,
     Expected,
     Method,
@@ -41,7 +40,6 @@ from fedquilt.core import (
     alike,
     derived,
     expected,
-    summed,
 )
 
 HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
@@ -275,29 +273,10 @@ class Running:
         """
         return self._taking(update, profile, large=False)(update)
 
-    def foreseen(self, round: int, device: str) -> bool:
-        """Whether `foresee` has a use for an update of a device."""
-        return self._summing.foreseen(self.rounds, round, device)
-
-    def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef]) -> None:
-        """Fold a foreseen update early, while other devices are still at work: see `Summing.foresee`."""
-        self._summing.foresee(given, bundles)
-
-    def foresee_sum(self, round: int, given: Mapping[str, Told], packed: bytes) -> None:
-        """Take the sum of updates early, if all of them are foreseen: see `Summing.foresee_sum`."""
-        if all(self.foreseen(round, device) for device in given):
-            self._summing.foresee_sum(given, packed)
-
-    def folded_from(self) -> str | None:
-        """File of the state that the running round's updates are folded with; None: nobody else can fold them.
-
-        Somebody else can if they add up, are small, and come as they are.
-        """
-        state, half = self.rounds.state, self._half
-        able = half is self.method and summed(half.fold) is not None and self.job.wire.codec == "raw"
-        if not able or state is None or state.size > mending.WHOLE_BYTES or "work" not in self.rounds.actions:
-            return None
-        return self._store.depot.file(state.sha256)
+    @property
+    def sums(self) -> Summing:
+        """Sum of the running round's updates."""
+        return self._summing
 
     def _base(self, update: Update, profile: Profile | None) -> summing.Base:
         """Function that finds the tensors that an update's differences start from: blobs that this round has sent."""

@@ -125,8 +125,20 @@ class Summing:
             total = self._added(given)
             self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
 
-    def foresee_sum(self, given: Mapping[str, Told], packed: bytes) -> None:
-        """Take the packed sum of several foreseen updates, which counts once all of them do, with the same content."""
+    def folded_from(self, rounds: Rounds) -> str | None:
+        """File of the state that the round's updates are folded with; None: nobody else can fold them.
+
+        Somebody else can if they add up, are small, and come as they are.
+        """
+        able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.actions
+        if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
+            return None
+        return self._depot.file(rounds.state.sha256)
+
+    def foresee_sum(self, rounds: Rounds, round: int, given: Mapping[str, Told], packed: bytes) -> None:
+        """Take the packed sum of updates if all are foreseen; it counts once all of them do, with the same content."""
+        if not all(self.foreseen(rounds, round, device) for device in given):
+            return
         with contextlib.suppress(Exception):
             assert self._sums is not None
             self._folding.put_apart(given, tensors.unpack(packed, self._sums))

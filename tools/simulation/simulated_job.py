@@ -219,8 +219,8 @@ class Simulation:
         task, job = self.fleet.at_work(device), self._server.job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
             small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
-            if small and job.foreseen(task.round, device):
-                job.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
+            if small and job.sums.foreseen(job.rounds, task.round, device):
+                job.sums.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
             if self._conspiring and device not in self.adversaries:
                 self._overheard.hear(self._given(device, task, outcome))
         self.fleet.worked(device, outcome)
@@ -230,14 +230,14 @@ class Simulation:
         job = self._server.job(self.run)
         if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
             return ""
-        return job.folded_from() or ""
+        return job.sums.folded_from(job.rounds) or ""
 
     def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: bytes) -> None:
         """Take the sum of what these orders have come to; their outcomes follow."""
         job, done = self._server.job(self.run), zip(orders, outcomes, strict=True)
         if job is not None and all(self.fleet.at_work(each.device) is each.task for each in orders):
             given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}
-            job.foresee_sum(orders[0].task.round, given, packed)
+            job.sums.foresee_sum(job.rounds, orders[0].task.round, given, packed)
 
     def _given(self, device: str, task: Task, outcome: Outcome) -> Contribution:
         """What a device will send, as its order has left it."""
