@@ -16,6 +16,7 @@ import heapq
 import math
 import statistics
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from fedquilt.core import Profile, derive_seeds
 
@@ -53,6 +54,19 @@ def places(
     return [device for _, _, device in sorted(_keys(seed, round, eligible, count, costs, since, turns))]
 
 
+def draws(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
+    """Numbers that at least these devices draw in a round: each is computed once, also before it is needed."""
+    known = _drawn(seed, round)
+    new = [device for device in devices if device not in known]
+    known.update(zip(new, derive_seeds(("cohort", seed, round), new), strict=True))
+    return known
+
+
+@lru_cache(maxsize=8)  # of each job the running round, and the next one
+def _drawn(seed: int, round: int) -> dict[str, int]:
+    return {}
+
+
 def _keys(
     seed: int,
     round: int,
@@ -65,8 +79,8 @@ def _keys(
     """Sort keys of the devices: the smallest is selected first; arguments as of `places`."""
     late = turns * len(eligible) / count if count > 0 else math.inf
     middling = statistics.median(costs.values()) if costs else 1.0
-    draws = derive_seeds(("cohort", seed, round), eligible)
-    keys: list[tuple[int, float, str]] = [(0, draw, device) for draw, device in zip(draws, eligible, strict=True)]
+    drawn = draws(seed, round, eligible)
+    keys: list[tuple[int, float, str]] = [(0, drawn[device], device) for device in eligible]
     if costs:  # else the draws themselves have the order of the exponential keys
         keys = [
             (rank, -math.log1p(-key / 2**53) * costs.get(device, middling) / middling, device)

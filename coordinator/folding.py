@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedquilt import exact
 from fedquilt.coordinator.facts import Rounds
 from fedquilt.core import BlobRef, Update
 
@@ -31,6 +32,7 @@ class Folding:
         """Begin again, with the sum of nobody."""
         self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
         self.total: Any = None  # sum of those; None: of nobody
+        self._apart: list[tuple[dict[str, Told], Any]] = []  # sums of other devices, each with what is in it
 
     def follows(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
         """Whether a device can be folded next, as if it came last.
@@ -41,20 +43,36 @@ class Folding:
             asked: devices whose updates may still come.
         """
         if self._any_order:
-            return device not in self._told
+            return not self._has(device)
         return len(self._told) == len(answered) and self.foreseen(device) and device == min(asked, default="")
 
     def foreseen(self, device: str) -> bool:
         """Whether a device can be folded next, if all that sort before it are folded already."""
-        return device not in self._told if self._any_order else device > next(reversed(self._told), "")
+        return not self._has(device) if self._any_order else device > next(reversed(self._told), "")
 
     def take(self, device: str, told: Told, total: Any) -> None:
         """Store the sum including the update of a device."""
         self._told[device], self.total = told, total
 
+    def put_apart(self, given: Mapping[str, Told], total: Any) -> None:
+        """Store the sum of several devices' updates that somebody else has folded, of a fold that adds up."""
+        self._apart.append((dict(given), total))
+
+    def gather(self, updates: Mapping[str, Update]) -> None:
+        """Merge the sums of which exactly these updates are part; the others' are folded one by one."""
+        for given, total in self._apart:
+            if all(device in updates and told(updates[device]) == each for device, each in given.items()):
+                self.total = total if self.total is None else exact.join(self.total, total)
+                self._told |= given
+        self._apart = []
+
     def holds(self, update: Update) -> bool:
         """Whether exactly this update is folded."""
-        return self._told.get(update.device) == told(update)
+        device, is_told = update.device, told(update)
+        return self._told.get(device) == is_told or any(each.get(device) == is_told for each, _ in self._apart)
+
+    def _has(self, device: str) -> bool:
+        return device in self._told or any(device in each for each, _ in self._apart)
 
     def __len__(self) -> int:
         return len(self._told)

@@ -25,7 +25,6 @@ from fedquilt.coordinator.summing import Summing
 from fedquilt.core import (
     Action,
     BlobRef,
-    Contribution,
     DeviceView,
     Expected,
     Method,
@@ -274,9 +273,10 @@ class Running:
         """
         return self._taking(update, profile, large=False)(update)
 
-    def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef]) -> None:
-        """Read and fold an expected update early, while other devices are still at work: see `Summing.foresee`."""
-        self._summing.foresee(given, bundles, self.rounds)
+    @property
+    def sums(self) -> Summing:
+        """Sum of the running round's updates."""
+        return self._summing
 
     def _base(self, update: Update, profile: Profile | None) -> summing.Base:
         """Function that finds the tensors that an update's differences start from: blobs that this round has sent."""

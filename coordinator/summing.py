@@ -19,7 +19,7 @@ from fedquilt import compression, tensor_files, tensors
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import checks, folding, mending
 from fedquilt.coordinator.facts import Folded, Rounds
-from fedquilt.coordinator.folding import Folding
+from fedquilt.coordinator.folding import Folding, Told
 from fedquilt.coordinator.mending import WHOLE_BYTES
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import (
@@ -104,24 +104,44 @@ class Summing:
             self._keep(update, given)
         return update
 
-    def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef], rounds: Rounds) -> None:
-        """Fold an expected update early, while other devices are still at work.
+    def foreseen(self, rounds: Rounds, round: int, device: str) -> bool:
+        """Whether an update of a device is expected that can be folded early."""
+        return (
+            round == rounds.round
+            and device in rounds.asked
+            and self._job.wire.codec == "raw"
+            and "work" in rounds.actions
+            and self._folding.foreseen(device)
+        )
+
+    def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef]) -> None:
+        """Fold a foreseen update early, while other devices are still at work.
 
         It counts only once it is offered, with the same content. Errors in it are raised then.
         """
-        if (
-            given.round != rounds.round
-            or given.device not in rounds.asked
-            or self._job.wire.codec != "raw"
-            or "work" not in rounds.actions
-            or not self._folding.foreseen(given.device)
-        ):
-            return
         with contextlib.suppress(Exception):
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
             total = self._added(given)
             self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
+
+    def folded_from(self, rounds: Rounds) -> str | None:
+        """File of the state that the round's updates are folded with; None: nobody else can fold them.
+
+        Somebody else can if they add up, are small, and come as they are.
+        """
+        able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.actions
+        if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
+            return None
+        return self._depot.file(rounds.state.sha256)
+
+    def foresee_sum(self, rounds: Rounds, round: int, given: Mapping[str, Told], packed: bytes) -> None:
+        """Take the packed sum of updates if all are foreseen; it counts once all of them do, with the same content."""
+        if not all(self.foreseen(rounds, round, device) for device in given):
+            return
+        with contextlib.suppress(Exception):
+            assert self._sums is not None
+            self._folding.put_apart(given, tensors.unpack(packed, self._sums))
 
     def _keep(self, update: Update, given: Contribution) -> None:
         """Keep the tensors read for the commit, as long as there is room."""
@@ -179,6 +199,7 @@ class Summing:
     def _sum(self, rounds: Rounds) -> None:
         """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none."""
         updates = folding.ready(rounds, self._exact)
+        self._folding.gather(updates)
         if not self._folding.fits(updates) or not len(self._folding):
             self._folding = self._begun(rounds)
         for device in self._folding.left(updates):

@@ -88,7 +88,8 @@ def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
 def merge(one: Total, other: Total) -> Total:
     """Sum of two sums of different boards, in place of the first."""
     for limb in other.limbs:
-        one = add(one, limb)
+        if limb.any():  # as the second one seldom does
+            one = add(one, limb)
     return one
 
 
@@ -119,9 +120,10 @@ def _add(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
                 limbs[index][place] = found
         else:
             held[...] = found
-    if np.count_nonzero(rest):
-        limbs.append(np.zeros_like(limbs[0]))
-        limbs[-1][place] = rest
+        if not rest.any():  # as most often: nothing is left for another limb
+            return
+    limbs.append(np.zeros_like(limbs[0]))
+    limbs[-1][place] = rest
 
 
 def _second(shape: tuple[int, ...]) -> np.ndarray:

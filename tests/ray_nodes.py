@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
 import pytest
 
-from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.tools.simulation import agents
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.ray_workers import RayWorkers
+from fedquilt.tools.simulation.workers import Work
 
 STORE_BYTES = 100 << 20
 
@@ -68,11 +68,11 @@ class Watched(RayWorkers):
         self._amid = amid
         self.nodes: list[str] = []
 
-    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+    def give(self, worker: int, work: Work) -> None:
         node = self._all[worker].node
         self.nodes.append(node)
         with self._amid(node, len(self.nodes)):
-            super().give(worker, orders, together)
+            super().give(worker, work)
 
 
 @contextmanager

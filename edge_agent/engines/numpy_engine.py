@@ -9,7 +9,7 @@ of `torch.optim.SGD` and `Adam`. Equal input and equal generator give equal bits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -55,7 +55,7 @@ def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """
     rng = tensors.rng("mlp", seed)
     made, bound = {}, 0.0
-    for name, shape in _mlp(network).shapes.items():
+    for name, shape in network_of(network).shapes.items():
         if name.endswith("weight"):
             bound = 1 / math.sqrt(shape[1])
         made[name] = rng.uniform(-bound, bound, shape).astype(np.float32)
@@ -114,7 +114,7 @@ class NumpyEngine:
         objectives.require_targets(examples, mlp.classes, mlp.task)
         found = objectives.Evaluation(mlp.task)
         for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE, copies=1)):
-            scores = _forward(model, _inputs(network, examples.x[rows], hooks))[-1]
+            scores = forward(model, _inputs(network, examples.x[rows], hooks))[-1]
             found.add(scores, examples.y[rows], float(objectives.losses(mlp.task, scores, examples.y[rows])[0].sum()))
         return found.metrics()
 
@@ -170,10 +170,14 @@ class Descent:
         self._steps += 1
         for name, array in moved.items():
             value = self._model[name]
-            change = array * np.float32(scale) + np.float32(self._fit.weight_decay) * value
+            change = array if scale == 1.0 else array * np.float32(scale)
+            if self._fit.weight_decay:
+                change = change + np.float32(self._fit.weight_decay) * value
             value -= self._rates[name] * (self._adam if self._second else self._sgd)(name, change)
 
     def _sgd(self, name: str, change: np.ndarray) -> np.ndarray:
+        if not self._fit.momentum:
+            return change
         momentum = np.float32(self._fit.momentum)
         self._first[name] = momentum * self._first[name] + change
         return change + momentum * self._first[name] if self._fit.nesterov else self._first[name]
@@ -204,7 +208,12 @@ def _require_able(hooks: Hooks) -> None:
 # -- the network ----------------------------------------------------------------------------------
 
 
-def _mlp(network: Mapping[str, Any]) -> Mlp:
+def network_of(network: Mapping[str, Any]) -> Mlp:
+    """Network of a table.
+
+    Raises:
+        ModelError: not one of this engine.
+    """
     if network.get("name") != "mlp":
         raise ModelError(
             f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: install fedquilt[train]"
@@ -220,7 +229,7 @@ def _mlp(network: Mapping[str, Any]) -> Mlp:
 
 def _load(network: Mapping[str, Any], start: Tensors) -> tuple[Mlp, dict[str, np.ndarray]]:
     """Network with its own float32 copy of the tensors."""
-    mlp = _mlp(network)
+    mlp = network_of(network)
     training.require_fit(start, mlp.shapes)
     return mlp, {name: start[name].astype(np.float32) for name in mlp.shapes}
 
@@ -232,12 +241,15 @@ def _inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarr
     return flat
 
 
-def _forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
-    """Input, every hidden layer after its ReLU, and the scores: each (n, width)."""
+def forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
+    """Input, every hidden layer after its ReLU, and the scores: each (n, width).
+
+    With tensors of several devices, (devices, ...), each goes through its own, with the bits that it has alone.
+    """
     values = [x]
     last = len(model) // 2 - 1
     for layer in range(last + 1):
-        x = x @ model[f"{2 * layer + 1}.weight"].T + model[f"{2 * layer + 1}.bias"]
+        x = x @ model[f"{2 * layer + 1}.weight"].swapaxes(-1, -2) + model[f"{2 * layer + 1}.bias"][..., None, :]
         if layer < last:
             x = np.maximum(x, 0)
         values.append(x)
@@ -248,15 +260,31 @@ def _gradient(
     network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Mean loss over the mini-batch and its gradient, by micro-batches and back through the layers."""
-    loss, gradient = 0.0, {name: np.zeros(array.shape, array.dtype) for name, array in model.items()}
+    loss, gradient = 0.0, dict[str, np.ndarray]()
     for rows in training.micro_batches(batch, at_once):
-        values = _forward(model, _inputs(network, examples.x[rows], hooks))
+        values = forward(model, _inputs(network, examples.x[rows], hooks))
         losses, back = objectives.losses(metrics.task_of(network), values.pop(), examples.y[rows])
         loss += float(losses.sum()) / len(batch)
-        back /= np.float32(len(batch))
-        for layer in reversed(range(len(values))):
-            gradient[f"{2 * layer + 1}.weight"] += back.T @ values[layer]
-            gradient[f"{2 * layer + 1}.bias"] += back.sum(axis=0)
-            if layer:
-                back = (back @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)
+        backward(model, values, back, len(batch), gradient)
     return loss, gradient
+
+
+def backward(
+    model: Tensors, values: Sequence[np.ndarray], back: np.ndarray, count: int, gradient: dict[str, np.ndarray]
+) -> None:
+    """Add the gradient of the mean loss of a mini-batch of `count` examples, of one device or of several.
+
+    Args:
+        model: tensors, as of `forward`.
+        values: input and hidden layers, as of `forward`.
+        back: gradient of the losses by the scores, (n, outputs) or (devices, n, outputs); it is overwritten.
+        count: number of examples.
+        gradient: what it is added to, by tensor; empty at first.
+    """
+    back /= np.float32(count)
+    for layer in reversed(range(len(values))):
+        weight, bias = back.swapaxes(-1, -2) @ values[layer], back.sum(axis=-2)
+        for name, found in ((f"{2 * layer + 1}.weight", weight), (f"{2 * layer + 1}.bias", bias)):
+            gradient[name] = found if name not in gradient else gradient[name] + found
+        if layer:
+            back = (back @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)

@@ -67,7 +67,7 @@ def losses(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarra
         share = 0.5 * (1 + np.tanh(0.5 * scores))  # the logistic function
         return each.mean(axis=1), (share - y) / np.float32(scores.shape[1])
     rows = np.arange(len(y))
-    shifted = scores - scores.max(axis=1, keepdims=True)
+    shifted = scores - np.ascontiguousarray(scores.T).max(axis=0)[:, None]  # in rows of all examples: many times faster
     powers = np.exp(shifted)
     total = powers.sum(axis=1, keepdims=True)
     gradient = powers / total

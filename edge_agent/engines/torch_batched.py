@@ -13,24 +13,20 @@ core: 13 ms a device's step of 32 images either way).
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import nn
 
 from fedquilt import metrics
-from fedquilt.core import Examples, Fit, Hooks, Step, Tensors
 from fedquilt.edge_agent.engines import objectives, torch_objectives, training
+from fedquilt.edge_agent.engines.together import Call, Together, Trained
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.models.networks import registry
-
-log = logging.getLogger("fedquilt.engines")
 
 PLAIN = (
     nn.Sequential,
@@ -48,88 +44,22 @@ PLAIN = (
 `forward` goes through them. What is neither a layer nor a flattening works element by element.
 """
 
-Trained = tuple[Tensors, dict[str, float]]
 
-
-class Call(NamedTuple):
-    """Call of `Trainer.train` that waits for others. Those of one `kind` share one graph."""
-
-    network: Mapping[str, Any]
-    start: Tensors
-    examples: Examples
-    fit: Fit
-    rng: np.random.Generator
-    hooks: Hooks
-    progress: Callable[[float], None]
-    table: bytes  # network table as one key
-    kind: Hashable
-
-    def alone(self, engine: TorchEngine) -> Trained | Exception:
-        """Run this call by itself; returns its result or its exception."""
-        try:
-            return engine.train(
-                self.network,
-                self.start,
-                self.examples,
-                self.fit,
-                self.rng,
-                hooks=self.hooks,
-                progress=self.progress,
-            )
-        except Exception as error:
-            return error
-
-
-class BatchedTorchEngine(TorchEngine):
+class BatchedTorchEngine(Together, TorchEngine):
     """A `TorchEngine` that also trains several devices at once."""
 
     def __init__(self, budget_bytes: int, **options: Any) -> None:
         super().__init__(budget_bytes, **options)
         self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can be batched
 
-    def call(
-        self,
-        network: Mapping[str, Any],
-        start: Tensors,
-        examples: Examples,
-        fit: Fit,
-        rng: np.random.Generator,
-        *,
-        hooks: Hooks = Hooks(),
-        progress: Callable[[float], None] = lambda fraction: None,
-    ) -> Call | None:
-        """The arguments of `train` as a call for `train_together`; None: this one needs the loop."""
-        if hooks.prepare or hooks.inputs or hooks.steps != (Step(),) or fit.mixed:
+    def _kind(self, call: Call) -> Hashable | None:
+        if call.fit.mixed or self._network(call.table, call.network) is None:
             return None
-        table = msgspec.json.encode(network)
-        if not len(examples) or fit.batch < 1 or self._network(table, network) is None:
-            return None
-        each = math.ceil(len(examples) / fit.batch)
-        kind = (table, fit, examples.x.shape[1:], examples.x.dtype.str, examples.y.shape[1:], each)
-        return Call(network, start, examples, fit, rng, hooks, progress, table, kind)
+        x, y, each = call.examples.x, call.examples.y, math.ceil(len(call.examples) / call.fit.batch)
+        return call.table, call.fit, x.shape[1:], x.dtype.str, y.shape[1:], each
 
-    def train_together(self, calls: Sequence[Call]) -> list[Trained | Exception]:
-        """Results of `train` for each call, or the exceptions it would raise."""
-        found: list[Trained | Exception | None] = [None] * len(calls)
-        kinds: dict[Hashable, list[int]] = {}
-        for index, call in enumerate(calls):
-            kinds.setdefault(call.kind, []).append(index)
-        for members in kinds.values():
-            some = [calls[index] for index in members]
-            for index, value in zip(members, self._batch_of(some), strict=True):
-                found[index] = value
-        return [value for value in found if value is not None]
-
-    def _batch_of(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
-        """Train calls of one kind. If they do not fit the network, the loop raises for each."""
-        before = [call.rng.bit_generator.state for call in calls]
-        try:
-            return _Graph(self._plain[calls[0].table], calls, self._device).trained()
-        except Exception as error:  # if the call is at fault, the loop raises the same
-            log.info("%d devices are trained one by one, not together: %s", len(calls), error)
-            for call, state in zip(calls, before, strict=True):
-                call.rng.bit_generator.state = state
-            return [call.alone(self) for call in calls]
+    def _trained(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
+        return _Graph(self._plain[calls[0].table], calls, self._device).trained()
 
     def _network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:

@@ -3,7 +3,7 @@
 import msgspec
 import plain
 
-from fedquilt.coordinator.cohort import joules_per_flop, places, sample
+from fedquilt.coordinator.cohort import draws, joules_per_flop, places, sample
 from fedquilt.core import OperatingPoint, derive_seed, derive_seeds
 
 FLEET = [f"dev-{i}" for i in range(20)]
@@ -89,3 +89,11 @@ def test_the_draws_of_a_round_are_each_devices_own_seed():
     """Made in one loop, they are those of `derive_seed`, so that no cohort of an earlier version changes."""
     names = ["dev-1", "dev-10", "gerät", ""]
     assert derive_seeds(("cohort", 7, 3), names) == [derive_seed("cohort", 7, 3, name) for name in names]
+
+
+def test_lots_that_are_drawn_before_they_are_needed_are_the_same() -> None:
+    """By the seed of each device; one who comes later draws then."""
+    assert set(draws(11, 4, FLEET[:3])) == set(FLEET[:3])
+    drawn = draws(11, 4, FLEET)
+    assert drawn == {device: derive_seed("cohort", 11, 4, device) for device in FLEET}
+    assert sample(11, 4, FLEET, 5) == tuple(sorted(sorted(FLEET, key=drawn.__getitem__)[:5]))

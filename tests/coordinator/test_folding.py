@@ -1,5 +1,8 @@
 """Which updates of a round need not be folded again when it is committed."""
 
+import numpy as np
+
+from fedquilt import exact
 from fedquilt.coordinator import folding
 from fedquilt.coordinator.folding import Folding
 from fedquilt.core import BlobRef, Update, Usage
@@ -68,3 +71,33 @@ def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order
     assert folded("b", any_order=True).follows("d", answered, {"c", "d"})
     assert folded("b", any_order=True).follows("a", answered, {"a"})
     assert not folded("b", any_order=True).follows("b", answered, {"b"})
+
+
+def apart(*devices: str, of: Folding | None = None) -> Folding:
+    """Folding with the sum of these devices, a 1 for each, that somebody else has made."""
+    made = Folding(any_order=True) if of is None else of
+    total = {"w": exact.add(None, np.ones(2, np.float32), len(devices))}
+    made.put_apart({device: folding.told(update(device)) for device in devices}, total)
+    return made
+
+
+def gathered(made: Folding, *devices: str, **others: Update) -> tuple[float | None, list[str]]:
+    updates = {name: update(name) for name in devices} | others
+    made.gather(updates)
+    total, found = left(made, *devices, **others)
+    return None if total is None else float(total["w"].value()[0]), found  # type: ignore[index]
+
+
+def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() -> None:
+    assert gathered(apart("a", "b", of=apart("c")), "a", "b", "c", "d") == (3.0, ["d"])
+    assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
+    assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
+
+
+def test_what_is_in_a_sum_that_others_have_made_is_not_folded_again_as_it_comes() -> None:
+    made = apart("a", "b")
+    assert made.holds(update("a"))
+    assert not made.holds(update("a", weight=2.0))
+    assert not made.foreseen("b")
+    assert not made.follows("b", {}, ["b"])
+    assert made.foreseen("c")

@@ -18,6 +18,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Final
+
+from msgspec import structs
 
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
@@ -28,6 +31,32 @@ from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation.fleet_device import FleetDevice, Spec
+
+OWN: Final = frozenset(("seed", "tier", "counted"))  # fields of a task that are of its device alone, and plain
+
+
+class Encoded:
+    """Tasks as devices take them off the wire; what a task shares with the one before is encoded and decoded once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Task, Task] | None = None  # as it was sent, and as it came
+
+    def __call__(self, task: Task) -> Task:
+        """The task as it comes out of its own encoding.
+
+        Raises:
+            WireError: it cannot be sent.
+        """
+        if self._last is not None:
+            sent, came = self._last
+            if all(getattr(task, name) is getattr(sent, name) for name in SHARED):
+                return structs.replace(came, **{name: getattr(task, name) for name in OWN})
+        came = wire.decode(wire.encode(task), Task)
+        self._last = task, came
+        return came
+
+
+SHARED: Final = tuple(name for name in Task.__struct_fields__ if name not in OWN)
 
 
 class SimulatedFleet(WithoutReleases):
@@ -65,6 +94,7 @@ class SimulatedFleet(WithoutReleases):
         self._files: dict[str, str] = {}  # sha256 -> file in the depot, as found since the last `hear`
         self.private = {entry.name for entry in os.scandir(folder / "private")}  # files there, as devices change them
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
+        self._wire = Encoded()
         self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
         self.arrive(name for name in self.specs if name not in away)
@@ -103,6 +133,11 @@ class SimulatedFleet(WithoutReleases):
     def waiting(self) -> list[Order]:
         """Orders that have begun, and whose outcome virtual time waits for; sorted by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
+
+    @property
+    def at_work_now(self) -> bool:
+        """Whether orders have begun whose outcomes virtual time waits for."""
+        return bool(self._waiting)
 
     def at_work(self, device: str) -> Task | None:
         """The task whose outcome a device waits for, if it waits for one."""
@@ -160,8 +195,7 @@ class SimulatedFleet(WithoutReleases):
         """Give a device its task, with the blobs that it lacks."""
         if device in self._away:
             return  # it is sent again when the device appears
-        received = wire.decode(wire.encode(task), Task)
-        given = self._device(device)
+        received, given = self._wire(task), self._device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
         self._feed(given, events.Arrived(received, missing), now_s)
 

@@ -23,11 +23,15 @@ ENGINES = 8  # budgets that an engine is kept for
 
 
 def make_engine(name: str, budget_bytes: int) -> Any:
-    """An engine; torch's is one that can train several devices in one graph."""
+    """An engine; torch's and numpy's are ones that can train several devices in one pass."""
     if name == "torch":
         from fedquilt.edge_agent.engines.torch_batched import BatchedTorchEngine
 
         return BatchedTorchEngine(budget_bytes)
+    if name == "numpy":
+        from fedquilt.edge_agent.engines.numpy_batched import BatchedNumpyEngine
+
+        return BatchedNumpyEngine(budget_bytes)
     return engines.make(name, budget_bytes)
 
 

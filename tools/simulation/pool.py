@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from fedquilt import core
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.scratch import Scratch
-from fedquilt.tools.simulation.workers import Done, Place, PoolError, Setup, Share, Workers
+from fedquilt.tools.simulation.workers import Answer, Place, PoolError, Setup, Share, Work, Workers
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
 LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
@@ -43,12 +43,24 @@ class Package:
 
     orders: Sequence[Order]
     given: bool = False  # whether a worker has it, or has had it
-    answer: list[Done] | None = None
+    answer: Answer | None = None
     lost: int = 0  # how many workers have been lost that had it
 
     def holds(self, orders: Sequence[Order]) -> bool:
         """Whether it is of exactly these orders, not of equal ones: their files are theirs alone."""
         return len(orders) == len(self.orders) and all(map(operator.is_, orders, self.orders))
+
+
+class Sums(Protocol):
+    """Who is to have the sums of what orders come to."""
+
+    def state_of(self, orders: Sequence[Order]) -> str:
+        """File of the state of the round that these orders are of; "": they are not to be folded."""
+        ...
+
+    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: bytes) -> None:
+        """Take the packed sum of those outcomes that are updates; they follow one by one."""
+        ...
 
 
 class Pool:
@@ -70,6 +82,7 @@ class Pool:
         self._sizes: deque[int] = deque()  # of the packages that are announced and not complete
         self._begun: list[Order] = []  # orders of the first of them
         self._ahead: list[Package] = []  # announced, and not asked for yet
+        self._sums: Sums | None = None
         self.folder = Path()
         self.held: dict[str, int] = {}  # device -> how many held-out examples it has
 
@@ -116,6 +129,10 @@ class Pool:
             self._collect(block=False)
             self._hand_out(self._ahead)
 
+    def fold_for(self, sums: Sums) -> None:
+        """Have what orders come to folded by the workers, and say so to `sums`."""
+        self._sums = sums
+
     def carry_out(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Outcome]]:
         """Outcomes of the orders, in their order, each as soon as it is there."""
         if not orders:
@@ -127,8 +144,10 @@ class Pool:
             packages.append(ahead or Package(group))
         self._ahead = [each for each in self._ahead if each not in packages]
         first, following = True, iter(orders)
-        for answers in self._spread(packages):
-            for done in answers:
+        for package, answer in zip(packages, self._spread(packages), strict=True):
+            if answer.sum and self._sums is not None:
+                self._sums.summed(package.orders, [done.outcome for done in answer.done], answer.sum)
+            for done in answer.done:
                 if first:
                     self._joint, first = done.joint, False
                 yield next(following), done.outcome
@@ -141,7 +160,7 @@ class Pool:
             return [1] * count
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
-    def _spread(self, packages: Sequence[Package]) -> Iterator[list[Done]]:
+    def _spread(self, packages: Sequence[Package]) -> Iterator[Answer]:
         """Hand the packages out to whichever worker is free; yields their answers in the packages' order."""
         for wanted in packages:
             self._hand_out(packages)
@@ -160,7 +179,8 @@ class Pool:
                 if (package := next(left, None)) is None:
                     return
                 package.given = True
-                self._workers.give(worker, package.orders, self._together)
+                state = self._sums.state_of(package.orders) if self._sums is not None else ""
+                self._workers.give(worker, Work(tuple(package.orders), self._together, state))
                 self._given[worker] = package
 
     def _collect(self, *, block: bool) -> None:

@@ -1,6 +1,6 @@
-"""The work of a pool's workers (`Worker`), and their processes: `python -m ...pool_worker PARENT ENGINE SOCKET...`.
+"""The work of a pool's workers (`Worker`), and their processes: `... pool_worker PARENT ENGINE SOCKET:BLOBS...`.
 
-The first imports all that is heavy and forks one more for each further socket.
+The first imports all that is heavy and forks one more for each further pair of descriptors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy as np
 from fedquilt import tensors
 from fedquilt.core import Examples
 from fedquilt.edge_agent.task.process import die_with
+from fedquilt.open_file import write_whole
 from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out, make_engine
-from fedquilt.tools.simulation.processes import LENGTH, receive
-from fedquilt.tools.simulation.workers import Done, Place, Setup, Work
+from fedquilt.tools.simulation.processes import LENGTH, apart, receive
+from fedquilt.tools.simulation.sums import Sums
+from fedquilt.tools.simulation.workers import Answer, Done, Place, Setup, Work
 
 
 class Worker(Bench):
@@ -29,11 +31,14 @@ class Worker(Bench):
     def __init__(self, setup: Setup) -> None:
         super().__init__(self._share, make=make_engine)
         self._shares_at, self._file = setup.shares, os.open(setup.examples, os.O_RDONLY)
-        self._files = SharedFiles()
+        self._files, self._sums = SharedFiles(), Sums()
 
-    def answer(self, work: Work) -> list[Done]:
-        """Carry out the orders of a package of work."""
-        return [Done(*each) for each in carry_out([(self, order) for order in work.orders], work.together)]
+    def answer(self, work: Work) -> Answer:
+        """Carry out the orders of a package of work, and fold what they come to if their round's state is given."""
+        done = [Done(*each) for each in carry_out([(self, order) for order in work.orders], work.together)]
+        if not work.state:
+            return Answer(done)
+        return Answer(done, self._sums(work.state, work.orders, [each.outcome for each in done]))
 
     def tensors(self, path: str) -> dict[str, np.ndarray]:
         """Tensors of a file, read once for several orders."""
@@ -59,41 +64,51 @@ class Worker(Bench):
 
 def prepare(engine: str) -> None:
     """Import what is heavy, before anything is asked."""
-    name = "torch_batched" if engine == "torch" else f"{engine}_engine"
+    name = f"{engine}_batched" if engine in ("torch", "numpy") else f"{engine}_engine"
     importlib.import_module(f"fedquilt.edge_agent.engines.{name}")
     gc.freeze()  # what is imported stays: no later collection has to go through it
 
 
-def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> None:
-    """Carry out what comes, until there is no more."""
+def serve(orders: socket.socket, blobs: int, make: Callable[[Setup], Worker] = Worker) -> None:
+    """Carry out what comes, until there is no more.
+
+    Args:
+        orders: they come here, and answers go.
+        blobs: descriptor of a file in memory, which takes the bytes of each answer, one behind the other.
+        make: makes the worker.
+    """
     first = receive(orders)
     if first is None:
         return
     worker = make(msgspec.msgpack.decode(first, type=Setup))
     decoder, encoder = msgspec.msgpack.Decoder(Work), msgspec.msgpack.Encoder()
     while (order := receive(orders)) is not None:
-        payload = encoder.encode(worker.answer(decoder.decode(order)))
-        orders.sendall(LENGTH.pack(len(payload)))
-        orders.sendall(payload)
+        answer, pieces = apart(worker.answer(decoder.decode(order)))
+        place = 0
+        for piece in pieces:
+            write_whole(blobs, piece, place)
+            place += len(piece)
+        payload = encoder.encode(answer)
+        orders.sendall(LENGTH.pack(len(payload)) + payload)
 
 
 def main() -> None:
     """Fork the workers and serve each one's socket until the parent ends."""
     die_with(int(sys.argv[1]))
     prepare(sys.argv[2])
-    numbers = [int(number) for number in sys.argv[3:]]
-    mine, children = numbers[0], []
-    for number in numbers[1:]:
+    pairs = [(int(socket), int(blobs)) for socket, _, blobs in (each.partition(":") for each in sys.argv[3:])]
+    mine, children = pairs[0], []
+    for pair in pairs[1:]:
         if pid := os.fork():
             children.append(pid)
             continue
         die_with(os.getppid())
-        mine, children = number, []
+        mine, children = pair, []
         break
-    for number in numbers:
-        if number != mine:
+    for pair in pairs:
+        for number in pair if pair != mine else ():
             os.close(number)
-    serve(socket.socket(fileno=mine))
+    serve(socket.socket(fileno=mine[0]), mine[1])
     for pid in children:
         os.waitpid(pid, 0)
     os._exit(0)  # torch takes a second to go in good order, and everything has been said

@@ -13,17 +13,17 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from fedquilt.core import JobError
 from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.tools.simulation import machines
-from fedquilt.tools.simulation.workers import KEPT, SINGLE, Done, PoolError, Setup, Work
+from fedquilt.tools.simulation.workers import KEPT, SINGLE, Answer, Done, PoolError, Setup, Work
 
 TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
 LENGTH: Final = struct.Struct("<Q")
@@ -47,6 +47,7 @@ class Processes:
             raise JobError(f"{count} workers: 1 to {WORKERS_MOST} can be had, and one for each core is enough")
         self._engine, self._count = engine, count
         self._sockets: list[socket.socket] = []
+        self._blobs: list[int] = []  # files in memory, one for each worker
         self._process: subprocess.Popen[bytes] | None = None
         self._oom_kills = budget.oom_kills()
         self.machines = {machines.name(): machines.here(modules, SINGLE["OMP_NUM_THREADS"])}
@@ -59,12 +60,13 @@ class Processes:
             ours, theirs = socket.socketpair()
             self._sockets.append(ours)
             ends.append(theirs)
-        numbers = [end.fileno() for end in ends]
+        self._blobs = [os.memfd_create("fedquilt-blobs") for _ in ends]
+        pairs = [(end.fileno(), blobs) for end, blobs in zip(ends, self._blobs, strict=True)]
         command = [sys.executable, "-m", "fedquilt.tools.simulation.pool_worker", str(os.getpid()), self._engine]
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
-                [*command, *map(str, numbers)],
-                pass_fds=numbers,
+                [*command, *(f"{end}:{blobs}" for end, blobs in pairs)],
+                pass_fds=[number for pair in pairs for number in pair],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -100,21 +102,23 @@ class Processes:
         """All of them: what they are sent waits until they have started."""
         return range(self._count)
 
-    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+    def give(self, worker: int, work: Work) -> None:
         """Send orders. A worker reads when we write, so neither side waits for the other to read."""
-        self._send(self._sockets[worker], msgspec.msgpack.encode(Work(tuple(orders), together)))
+        self._send(self._sockets[worker], msgspec.msgpack.encode(work))
 
-    def done(self, *, block: bool) -> Iterator[tuple[int, list[Done] | None]]:
+    def done(self, *, block: bool) -> Iterator[tuple[int, Answer | None]]:
         """Take the answers of workers that are done; with `block` wait until one is."""
         for key, _ in self._selector.select(None if block else 0):
-            answer = self._receive(self._sockets[key.data])
-            yield key.data, msgspec.msgpack.decode(answer, type=list[Done])
+            answer = msgspec.msgpack.decode(self._receive(self._sockets[key.data]), type=Apart)
+            yield key.data, answer.whole(self._blobs[key.data])
 
     def stop(self, *, now: bool) -> None:
         """Close the sockets: the end of its orders is the end of a worker."""
         self._selector.close()
         for each in self._sockets:
             each.close()
+        for blobs in self._blobs:
+            os.close(blobs)
         if self._process is not None:
             if now:
                 self._process.kill()
@@ -158,6 +162,36 @@ class Processes:
             "a worker of the pool was killed from outside (SIGKILL): start the command again; if it was for want of "
             f"memory, give {fewer}"
         )
+
+
+class Apart(msgspec.Struct, frozen=True, array_like=True):
+    """An answer without the bytes of its bundles and its sum: these lie one behind the other in a file in memory.
+
+    Nobody waits there for the other side to read, as at a socket, which holds less than an answer may have.
+    """
+
+    answer: Answer
+    blobs: list[list[tuple[str, int]]]  # sha256 and size of each outcome's
+    sum_bytes: int
+
+    def whole(self, file: int) -> Answer:
+        """The answer with its bytes."""
+        at, done = 0, []
+        for each, blobs in zip(self.answer.done, self.blobs, strict=True):
+            found = {}
+            for sha256, size in blobs:
+                found[sha256], at = os.pread(file, size, at), at + size
+            done.append(Done(structs.replace(each.outcome, blobs=found), each.joint) if found else each)
+        return Answer(done, os.pread(file, self.sum_bytes, at))
+
+
+def apart(answer: Answer) -> tuple[Apart, list[bytes]]:
+    """An answer, and the bytes that go into the file in this order."""
+    blobs = [each.outcome.blobs for each in answer.done]
+    bare = [Done(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
+    sizes = [[(sha256, len(payload)) for sha256, payload in each.items()] for each in blobs]
+    pieces = [payload for each in blobs for payload in each.values()]
+    return Apart(Answer(bare), sizes, len(answer.sum)), [*pieces, answer.sum]
 
 
 def receive(of: socket.socket) -> bytearray | None:

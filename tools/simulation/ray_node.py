@@ -151,7 +151,7 @@ class Node:
 
         orders = tuple(parcels.unpacked(each, find, caches, str(self._out)) for each in told.work.orders)
         assert self._worker is not None
-        done = self._worker.answer(Work(orders, told.work.together))
+        done = self._worker.answer(Work(orders, told.work.together)).done
         for each in done:
             if each.outcome.code == "disk":
                 raise StoreError(each.outcome.reason)

@@ -24,7 +24,7 @@ from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.tools.simulation import machines, parcels, ray_cluster
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.ray_node import Node
-from fedquilt.tools.simulation.workers import KEPT, SINGLE, Done, PoolError, Setup, Work
+from fedquilt.tools.simulation.workers import KEPT, SINGLE, Answer, PoolError, Setup, Work
 
 log = logging.getLogger("fedquilt.simulation")
 
@@ -119,21 +119,24 @@ class RayWorkers:
         """Workers that have the examples."""
         return [number for number, each in self._all.items() if each.state == "ready"]
 
-    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
-        """Send orders; the files that they name are in the object store, and a node fetches what it lacks."""
-        sent, files = [], {}
+    def give(self, worker: int, work: Work) -> None:
+        """Send orders; the files that they name are in the object store, and a node fetches what it lacks.
+
+        Nothing is folded there: the round's state is not among these files.
+        """
+        sent, files, orders = [], {}, work.orders
         for order in orders:
             packed, named = parcels.packed(order)
             sent.append(packed)
             files.update(named)
         shared = {ref.sha256 for order in orders for ref in order.task.bundles.values()}
         offered = [self._offered(sha256, path, sha256 in shared) for sha256, path in files.items()]
-        parcel = parcels.Parcel(Work(tuple(sent), together), tuple(files))
+        parcel = parcels.Parcel(Work(tuple(sent), work.together), tuple(files))
         given = self._all[worker]
         given.orders, given.held = orders, offered
         self._call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
 
-    def done(self, *, block: bool) -> Iterator[tuple[int, list[Done] | None]]:
+    def done(self, *, block: bool) -> Iterator[tuple[int, Answer | None]]:
         """Take what has come; a worker that is lost is replaced where its node is still there."""
         if block and not self._calls:
             self._look()
@@ -149,7 +152,7 @@ class RayWorkers:
                     yield number, None
                 continue
             if hired.state == "ready":
-                yield number, parcels.received(orders, msgspec.msgpack.decode(answer, type=parcels.Made))
+                yield number, Answer(parcels.received(orders, msgspec.msgpack.decode(answer, type=parcels.Made)))
             else:
                 self._advance(number, hired, answer)
         if block and time.monotonic() > self._looked_s + LOOK_S:

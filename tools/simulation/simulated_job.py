@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import mending
+from fedquilt.coordinator import cohort, mending
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.preflight import needs
@@ -63,6 +63,10 @@ class Ahead(Protocol):
 
     def begun(self, order: Order) -> None:
         """Announce one of them; the others follow in the order in which they will be asked for."""
+        ...
+
+    def fold_for(self, sums: Simulation) -> None:
+        """Have what orders come to folded where they are carried out, and give `sums` the sums."""
         ...
 
 
@@ -173,6 +177,9 @@ class Simulation:
         """Go on until orders have to be carried out, and which; none: the run is over, or waits for devices to come."""
         while not self.over:
             due_s = self._server.step(self.now_s)
+            if self.fleet.at_work_now:
+                self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
+                self._prepare()
             if orders := self._in_turn(self.fleet.waiting):
                 return orders
             job = self._server.job(self.run)
@@ -186,10 +193,16 @@ class Simulation:
             self.now_s = max(self.now_s, due_s)
         return []
 
+    def _prepare(self) -> None:
+        """Draw the next round's lots while devices are at work."""
+        if (job := self._server.job(self.run)) is not None:
+            cohort.draws(job.job.seed, job.rounds.round + 1, job.rounds.eligible)
+
     def look_ahead(self, ahead: Ahead | None) -> None:
         """Announce a round's orders from now on, each as its device begins it, while others are still being asked."""
         if ahead is not None and not self._conspiring:  # adversaries who listen are asked after the others, otherwise
             self._ahead, self.fleet.begun = ahead, ahead.begun
+            ahead.fold_for(self)
 
     def _not_begun(self) -> None:
         """Take over what the log says of a run that could not be taken up; nobody was told of it."""
@@ -205,11 +218,26 @@ class Simulation:
         """Outcome of an order."""
         task, job = self.fleet.at_work(device), self._server.job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
-            if all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
-                job.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
+            small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
+            if small and job.sums.foreseen(job.rounds, task.round, device):
+                job.sums.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
             if self._conspiring and device not in self.adversaries:
                 self._overheard.hear(self._given(device, task, outcome))
         self.fleet.worked(device, outcome)
+
+    def state_of(self, orders: Sequence[Order]) -> str:
+        """File of the state that what comes of these orders is folded with; "": it is not folded elsewhere."""
+        job = self._server.job(self.run)
+        if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
+            return ""
+        return job.sums.folded_from(job.rounds) or ""
+
+    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: bytes) -> None:
+        """Take the sum of what these orders have come to; their outcomes follow."""
+        job, done = self._server.job(self.run), zip(orders, outcomes, strict=True)
+        if job is not None and all(self.fleet.at_work(each.device) is each.task for each in orders):
+            given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}
+            job.sums.foresee_sum(job.rounds, orders[0].task.round, given, packed)
 
     def _given(self, device: str, task: Task, outcome: Outcome) -> Contribution:
         """What a device will send, as its order has left it."""

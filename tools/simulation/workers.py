@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -48,6 +48,7 @@ class Work(msgspec.Struct, frozen=True):
 
     orders: tuple[Order, ...] = ()
     together: bool = False
+    state: str = ""  # file of the round's state: fold what the orders come to; "": do not
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +56,13 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
 
     outcome: Outcome
     joint: bool
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """From a worker: what has become of its orders, in their order, and the packed sum of their updates; b"": none."""
+
+    done: list[Done]
+    sum: bytes = b""
 
 
 class PoolError(FedquiltError):
@@ -90,7 +98,7 @@ class Workers(Protocol):
         """Those that can be given orders, unless they have some."""
         ...
 
-    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+    def give(self, worker: int, work: Work) -> None:
         """Have a worker carry orders out.
 
         Raises:
@@ -98,8 +106,8 @@ class Workers(Protocol):
         """
         ...
 
-    def done(self, *, block: bool) -> Iterable[tuple[int, list[Done] | None]]:
-        """Workers that are done, each with its outcomes; None: it is lost, and its orders are to be given to another.
+    def done(self, *, block: bool) -> Iterable[tuple[int, Answer | None]]:
+        """Workers that are done, each with its answer; None: it is lost, and its orders are to be given to another.
 
         Args:
             block: wait until something has happened: a worker is done, lost, or newly ready.

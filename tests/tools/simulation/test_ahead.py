@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
 from fedquilt.tools.simulation.run import play, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import PoolError
+from fedquilt.tools.simulation.workers import PoolError, Work
 
 JOB: dict[str, Any] = {
     "name": "toy",
@@ -62,6 +62,8 @@ class Heard:
     def begun(self, order: Order) -> None:
         self.orders.append(order)
 
+    def fold_for(self, sums: Simulation) -> None: ...
+
 
 class Watched(Processes):
     """Workers that note how many packages they are given."""
@@ -70,9 +72,9 @@ class Watched(Processes):
         super().__init__("numpy", count)
         self.given = 0
 
-    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
+    def give(self, worker: int, work: Work) -> None:
         self.given += 1
-        super().give(worker, orders, together)
+        super().give(worker, work)
 
 
 def bundles(found: Iterator[tuple[Order, Outcome]]) -> list[tuple[str, dict[str, Any]]]:

@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.workers import Done, Setup
+from fedquilt.tools.simulation.workers import Answer, Done, Setup, Work
 
 TASK = plain.task(engine="torch", deadline_s=0.0)
 
@@ -22,15 +22,15 @@ class Recorded:
         self.ready = (0,)
         self.groups: list[int] = []
         self.joint: Iterator[bool] = iter(())  # of the answers to come
-        self.answers: list[list[Done]] = []
+        self.answers: list[Answer] = []
 
-    def give(self, worker: int, orders: Sequence[Order], together: bool) -> None:
-        assert together
-        self.groups.append(len(orders))
-        self.answers.append([Done(Outcome(reason=each.device), next(self.joint)) for each in orders])
+    def give(self, worker: int, work: Work) -> None:
+        assert work.together
+        self.groups.append(len(work.orders))
+        self.answers.append(Answer([Done(Outcome(reason=each.device), next(self.joint)) for each in work.orders]))
 
-    def done(self, *, block: bool) -> list[tuple[int, list[Done] | None]]:
-        found: list[tuple[int, list[Done] | None]] = [(0, answer) for answer in self.answers]
+    def done(self, *, block: bool) -> list[tuple[int, Answer | None]]:
+        found: list[tuple[int, Answer | None]] = [(0, answer) for answer in self.answers]
         self.answers = []
         return found
 

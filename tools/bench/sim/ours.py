@@ -1,4 +1,4 @@
-"""fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS`."""
+"""fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS [ENGINE]`; without ENGINE the job's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
     folder, workers = Path(sys.argv[1]), int(sys.argv[2])
     spec = json.loads((folder / "spec.json").read_text())
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
-    job = settings.parse(spec["job"])
+    job = settings.parse({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
     began_s, before_s = time.perf_counter(), time.time() - float(os.environ["BENCH_BEGAN"])
     told: dict[str, float] = {}
 

@@ -1,0 +1,94 @@
+"""Sums that workers make of what simulated devices send: they count, change no bit, or are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.folding import Folding
+from fedquilt.coordinator.summing import Summing
+from fedquilt.testing.toys import learners, to_train
+from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.sums import Sums
+
+JOB: dict[str, Any] = {
+    "name": "toy",
+    "method": "fedavg",
+    "engine": "numpy",
+    "rounds": 3,
+    "params": {"epochs": 1, "batch": 4, "lr": 0.1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A prepared bundle of the toy network."""
+    made = to_train()
+    bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Of how many devices sums have come, and how many updates the coordinator has folded itself."""
+    found: dict[str, list[int]] = {"sums": [], "folded": []}
+    apart, added = Folding.put_apart, Summing._added
+
+    def put_apart(self: Folding, given: Any, total: Any) -> None:
+        found["sums"].append(len(given))
+        apart(self, given, total)
+
+    def one(self: Summing, given: Any) -> Any:
+        found["folded"].append(1)
+        return added(self, given)
+
+    monkeypatch.setattr(Folding, "put_apart", put_apart)
+    monkeypatch.setattr(Summing, "_added", one)
+    return found
+
+
+def played(folder: Path, workers: int, **job: Any) -> tuple[bytes, list[Any]]:
+    made = simulate(settings.parse({**JOB, **job}), folder, learners(6, 13), workers=workers, together=True)
+    return tensors.encode(made.artefact.tensors), [each.devices for each in made.rounds]
+
+
+def test_the_coordinator_merges_sums_and_folds_nothing_itself(folder: Path, taken: dict[str, list[int]]) -> None:
+    """Each order goes alone in the first round, and all six at once after it; the bits are those of one by one."""
+    on_a_pool = played(folder, 2)
+    assert taken == {"sums": [1] * 6 + [6, 6], "folded": []}
+    assert played(folder, 0) == on_a_pool
+    assert taken["folded"] == [1] * 18
+
+
+@pytest.mark.parametrize("job", [{"wire": {"codec": "int8"}}, {"method": "robust"}])
+def test_no_sum_is_made_of_what_does_not_add_up_or_is_coded(
+    folder: Path, taken: dict[str, list[int]], job: dict[str, Any]
+) -> None:
+    assert played(folder, 2, **job) == played(folder, 0, **job)
+    assert taken["sums"] == []
+
+
+def test_updates_of_a_sum_that_does_not_count_whole_are_folded_one_by_one(
+    folder: Path, taken: dict[str, list[int]]
+) -> None:
+    """Two boards of six are too late, and the sums of six hold their updates."""
+    late = {
+        "cohort": {"size": 4, "over_select": 0.5},
+        "fleet": {
+            "boards": ["x86-host", "raspberry-pi-5", "jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx"]
+        },
+    }
+    on_a_pool = played(folder, 2, **late)
+    assert all(len(devices) == 4 for devices in on_a_pool[1])
+    assert 6 in taken["sums"]
+    assert taken["folded"]
+    assert played(folder, 0, **late) == on_a_pool
+
+
+def test_what_cannot_be_folded_gives_no_sum(tmp_path: Path) -> None:
+    """The coordinator comes upon it then, and says what it is."""
+    assert Sums()(str(tmp_path / "nothing"), [], []) == b""
