@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -35,9 +36,9 @@ class Worker(Bench):
         """Carry out the orders of a package of work."""
         return [Done(*each) for each in carry_out([(self, order) for order in work.orders], work.together)]
 
-    def tensors(self, path: str) -> dict[str, np.ndarray]:
+    def tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
         """Tensors of a file, read once for several orders."""
-        return self._files(path, tensors.read)
+        return self._files(path, partial(tensors.read, sha256=sha256))
 
     def _share(self, device: str) -> tuple[Examples, Examples]:
         share = self._shares_at[device]

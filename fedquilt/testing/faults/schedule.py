@@ -114,7 +114,7 @@ class Second(Fault, frozen=True, tag="second"):
 
 
 class Rot(OneSided, frozen=True, tag="rot"):
-    """A bit of a file flips on a disk while the process that uses it is away."""
+    """A bit of a file flips on a disk, while the process that uses it goes on."""
 
     at_s: float
     place: float

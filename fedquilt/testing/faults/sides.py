@@ -31,7 +31,7 @@ from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
-from fedquilt.testing.faults.truth import BOARD, BUDGET, Truth
+from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
 
 T = TypeVar("T")
 
@@ -315,9 +315,10 @@ class AgentSide(Side):
         """Carry out an order: its output lies in its folder afterwards, not synced."""
         disk, truth = SimDisk(self.platter), self.truths[order.task.method]
         private = None if order.private is None else disk.read(order.private)
+        known = Known(private, order.private_sha256, order.lost, order.forgotten)
         try:
             done = truth.shop.work(
-                order.task, self.name, private, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
+                order.task, self.name, known, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
             )
         except FileNotFoundError:
             return Outcome(code="disk", reason="a bundle is gone")
