@@ -259,6 +259,9 @@ class World:
             case schedule.Stop(at_s, length_s):
                 self._at(at_s, "", lambda: self._request("stopping", ("running",)))
                 self._at(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
+            case schedule.Ahead(start_s, length_s):
+                self._at(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
+                self._at(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
             case schedule.Second(at_s):
                 self._at(at_s, "second", self._second)
             case schedule.Rot(who, at_s, place):
