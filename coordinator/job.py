@@ -82,6 +82,7 @@ class Running:
         self._summing: Summing
         self._update_bytes: int  # of one, as far as the method tells
         self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
+        self.rounds = self.standing.rounds  # state of its rounds
         for _, _, fact in store.facts(self.id, after):
             self._note(fact, apply(self.rounds, fact, now_s))
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
@@ -89,11 +90,6 @@ class Running:
         else:
             self.state = self._load_state(self.rounds.state)
         self._begin()
-
-    @property
-    def rounds(self) -> Rounds:
-        """State of its rounds."""
-        return self.standing.rounds
 
     def record(self, fact: AnyFact, now_s: float) -> None:
         """Write a fact, then apply it.
@@ -372,6 +368,7 @@ class Running:
         for device in fact.epochs if isinstance(fact, Asked) else ():
             self._asks.pop(device, None)  # of the job's epochs
         self.standing.take(fact, after)
+        self.rounds = after
 
     def _initialise(self, now_s: float) -> None:
         self.state = state = first_state(self.job, self.bundle, self.method)

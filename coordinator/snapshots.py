@@ -30,6 +30,7 @@ RULES: Final = 2  # raise it whenever the same facts come to another state, or a
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
+_THERE: Final = "select 1 from sqlite_master where name = 'snapshots'"
 _MADE: Final = (
     """create table if not exists snapshots (
         job text primary key, version text not null, log blob not null, body blob not null, sum blob not null)""",
@@ -74,7 +75,7 @@ class Table:
 
     def read(self, job: str) -> Kept | None:
         """The snapshot of a job; None: there is none, or none that fits."""
-        if self._db.execute("select 1 from sqlite_master where name = 'snapshots'").fetchone() is None:
+        if self._db.execute(_THERE).fetchone() is None:
             return None
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
@@ -98,7 +99,7 @@ class Table:
     def write(self, job: str, log: Log, body: bytes) -> None:
         """Keep a snapshot of a job instead of the one before; call it within a transaction."""
         packed = msgspec.msgpack.encode(log)
-        for statement in _MADE:
+        for statement in _MADE if self._db.execute(_THERE).fetchone() is None else ():
             self._db.execute(statement)
         values = job, VERSION, packed, body, _sum(job, VERSION, packed, body)
         self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import getpass
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from fedquilt.disk import PRIVATE, Disk
 T = TypeVar("T")
 
 BUSY_S: Final = 5.0  # that a reader waits for a writer
+KNOWN: Final = 100  # rows of jobs of which it is remembered that they were whole
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
 
 
@@ -35,21 +36,29 @@ class DamagedRunError(JobError):
     """A run whose rows are not those that were written."""
 
 
-@contextmanager
-def storing(home: Path) -> Iterator[None]:
+class storing:
     """Turn errors of a home's database and folder, raised in the body, into a sentence about that home.
 
     Raises:
         StoreError: in place of SQLite's and the system's errors.
     """
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
+
+    __slots__ = ("_home",)
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
+            place = self._home / "fedquilt.db"
+            raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
+        if isinstance(error, sqlite3.Error | OSError):
             raise StoreError(
-                f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
+                f"cannot use the store {self._home}: {error}; is the disk full, or the folder not yours?"
             ) from None
-        raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
 
 
 def served(home: Path, disk: Disk = PRIVATE) -> bool:
@@ -62,22 +71,29 @@ def served(home: Path, disk: Disk = PRIVATE) -> bool:
         return disk.locked(home / "lock")
 
 
-@contextmanager
-def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
+class transaction:
     """Make the statements of the body one transaction, which is taken back if the body raises.
 
     Args:
         db: whose statements are transactions of their own otherwise.
         kind: SQLite's word for when it locks the database.
     """
-    db.execute(f"begin {kind}")
-    try:
-        yield
-        db.execute("commit")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("rollback")
-        raise
+
+    __slots__ = ("_db", "_kind")
+
+    def __init__(self, db: sqlite3.Connection, kind: str = "immediate") -> None:
+        self._db, self._kind = db, kind
+
+    def __enter__(self) -> None:
+        self._db.execute(f"begin {self._kind}")
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._db.execute("commit")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
 
 
 def readable(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
@@ -185,6 +201,7 @@ class Rows:
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `each` made last, and of which state
+        self._whole: dict[str, tuple[Stored, bytes]] = {}  # job -> its row as it was found whole last, and its checksum
         self._logs = Logs(db, kept)
 
     def together(self, kind: str = "immediate") -> AbstractContextManager[None]:
@@ -211,8 +228,10 @@ class Rows:
         if found is None:
             return None
         row = Stored(*found[:-1])
-        if row.sum != found[-1]:
-            raise self.damaged(id, "its row in the list of runs is not what was written")
+        if (row, found[-1]) != self._whole.get(id):  # a row takes longer to hash than to compare
+            if row.sum != found[-1]:
+                raise self.damaged(id, "its row in the list of runs is not what was written")
+            self._know(row, found[-1])
         return row
 
     def add(self, row: Stored) -> None:
@@ -229,8 +248,15 @@ class Rows:
     def _put(self, row: Stored, **values: Any) -> None:
         """Change columns of a row that was read in this transaction."""
         named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
-        sum = row._replace(**values).sum
+        changed = row._replace(**values)
+        sum = changed.sum
         self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), sum, row.id))  # noqa: S608
+        self._know(changed, sum)
+
+    def _know(self, row: Stored, sum: bytes) -> None:
+        if len(self._whole) >= KNOWN:
+            self._whole.clear()
+        self._whole[row.id] = row, sum
 
     def remove(self, id: str) -> None:
         """Delete a job and its facts; call it within `together`."""

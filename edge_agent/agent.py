@@ -310,6 +310,7 @@ class Agent:
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
             plan_bytes=plan_bytes,
+            checked=self.local.durable,
             plugins=self.settings.plugins,
             whole_bytes=self._whole_bytes,
         )

@@ -127,7 +127,7 @@ class Remembered:
         return Private() if entry is None else self.private(job, entry.round)
 
     def count(
-        self, key: Key, made: tuple[Path, str] | None, counted: Mapping[str, Counted], waiting: Collection[str]
+        self, key: Key, made: tuple[str, str] | None, counted: Mapping[str, Counted], waiting: Collection[str]
     ) -> None:
         """Remember that a round was counted, and the private state that it left.
 
@@ -146,8 +146,8 @@ class Remembered:
         if made is not None:
             for each in self._kept():
                 if (each.job, each.round) == key:  # of a coordinator that has been replaced by an older copy of itself
-                    self._disk.unlink(self._folder / each.name)
-            self._disk.replace(made[0], self._folder / Kept(job, round, made[1]).name)
+                    self._disk.unlink(f"{self._folder}/{each.name}")
+            self._disk.replace(made[0], f"{self._folder}/{Kept(job, round, made[1]).name}")
             self._sync()
         for each in self._kept():
             if (each.job, each.round) == key:
@@ -215,7 +215,7 @@ class Remembered:
         rounds = sorted(each.round for each in kept if each.job == job and each.round <= left)[-KEPT:]
         for each in kept:
             if each.job not in {*self._jobs, *waiting} or (each.job == job and each.round not in rounds):
-                self._disk.unlink(self._folder / each.name)
+                self._disk.unlink(f"{self._folder}/{each.name}")
 
     def _sync(self) -> None:
         if self._durable:

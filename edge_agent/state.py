@@ -35,7 +35,7 @@ from fedquilt import wire
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, JobError, Label, Update, Wired, WireError
-from fedquilt.disk import REAL, Disk, Lock, doing
+from fedquilt.disk import REAL, Disk, Lock, Place, doing
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted, Key, Private, Remembered
 from fedquilt.edge_agent.task.outputs import PRIVATE
@@ -69,9 +69,9 @@ class Local:
     """
 
     def __init__(self, home: Path, *, durable: bool = True, shared: Shared | None = None, disk: Disk = REAL) -> None:
-        self.home, self._durable, self._disk = home.absolute(), durable, disk
+        self.home, self.durable, self._disk = home.absolute(), durable, disk
         self._outbox, self._private = self.home / "outbox", self.home / "private"
-        self._scratch = self.home / "scratch"
+        self._scratch, self._probe = self.home / "scratch", f"{self.home}/probe"
         if durable:
             self._make_folders()
         self._cache: Path | None = None  # folder of the latest `cache`
@@ -84,7 +84,7 @@ class Local:
     def _make_folders(self) -> None:
         with doing(f"make the folder {self.home}"):
             for folder in (self._outbox, self._private):
-                (self._disk.settle if self._durable else self._disk.make)(folder)
+                (self._disk.settle if self.durable else self._disk.make)(folder)
 
     def lock(self) -> Lock:
         """Claim the folder for this process, until the returned lock is closed.
@@ -109,7 +109,7 @@ class Local:
             counted = self._remembered.recover()
             self._clear(self._scratch)
             for entry in sorted(self._disk.entries(self._outbox)):
-                folder = self._outbox / entry.name
+                folder = f"{self._outbox}/{entry.name}"
                 update = self._stored(folder)
                 last = counted.get(update.job) if update is not None else None
                 if update is None or (last and update.round <= last.round and update.epoch <= last.epoch):
@@ -119,21 +119,21 @@ class Local:
                     updates[key] = (update, self._left_in(folder) is not None or self._remembered.moved(key))
         return updates, counted
 
-    def _stored(self, folder: Path) -> Update | None:
+    def _stored(self, folder: str) -> Update | None:
         """Update in an outbox folder; None: it was being removed, or its bytes have decayed."""
         try:
-            update = wire.decode(self._disk.read(folder / UPDATE), Update)
+            update = wire.decode(self._disk.read(f"{folder}/{UPDATE}"), Update)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WireError as error:
-            log.warning("%s is damaged (%s); its task will be worked for again", folder / UPDATE, error)
+            log.warning("%s/%s is damaged (%s); its task will be worked for again", folder, UPDATE, error)
             return None
         lost = [name for name, ref in update.bundles.items() if not self.depot.has(ref)]
         if lost:
             log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
         return None if lost else update
 
-    def _left_in(self, folder: Path) -> str | None:
+    def _left_in(self, folder: str) -> str | None:
         """Hash (sha256) of the private state in an outbox folder, by its name; None: there is none."""
         entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
         names = [entry.name for entry in entries if entry.name.endswith(KEPT)]
@@ -144,7 +144,7 @@ class Local:
     def scratch(self) -> Path:
         """Empty folder for the output of the task in hand; without `durable` it may not exist yet."""
         folder = self._scratch
-        if not self._durable:
+        if not self.durable:
             self._clear(folder)
             return folder
         with doing(f"make {folder}"):
@@ -158,10 +158,11 @@ class Local:
         It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
         worth a sync.
         """
+        known = self._cache
+        if known is not None and known.name == job and (not self.durable or self._disk.is_dir(known)):
+            return known
         folder = self.home / "cache" / _boot() / job
-        if folder == self._cache and (not self._durable or self._disk.is_dir(folder)):
-            return folder
-        if not self._durable and not self._disk.is_dir(self.home / "cache"):
+        if not self.durable and not self._disk.is_dir(self.home / "cache"):
             self._cache = folder
             return folder
         with doing(f"make {folder}"):
@@ -194,31 +195,31 @@ class Local:
             private: the private state that it wrote there.
         """
         scratch = self._scratch
-        if not self._durable and private is None:
+        if not self.durable and private is None:
             for ref in set(update.bundles.values()):
                 if ref.sha256 in blobs:
                     self.depot.stow(blobs[ref.sha256])
                 else:
-                    self.depot.put_file(scratch / ref.sha256, ref, move=True)
+                    self.depot.put_file(f"{scratch}/{ref.sha256}", ref, move=True)
             self._light.add((update.job, update.round))
             return False
-        if not self._durable:
+        if not self.durable:
             self._make_folders()
         with doing(f"write to {scratch}"):
             for sha256, payload in blobs.items():
-                self._disk.write(scratch / sha256, payload)
+                self._disk.write(f"{scratch}/{sha256}", payload)
         for ref in set(update.bundles.values()):
-            self.depot.put_file(scratch / ref.sha256, ref, move=True)
+            self.depot.put_file(f"{scratch}/{ref.sha256}", ref, move=True)
         target = self._folder((update.job, update.round))
         with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
             for ref in update.bundles.values():  # a blob that was in the depot already is still there
-                self._disk.unlink(scratch / ref.sha256)
+                self._disk.unlink(f"{scratch}/{ref.sha256}")
             if private is not None:
-                self._disk.replace(scratch / PRIVATE, scratch / f"{private.sha256}{KEPT}")
-            self._disk.write(scratch / UPDATE, wire.encode(update))
-            if self._durable:
+                self._disk.replace(f"{scratch}/{PRIVATE}", f"{scratch}/{private.sha256}{KEPT}")
+            self._disk.write(f"{scratch}/{UPDATE}", wire.encode(update))
+            if self.durable:
                 for entry in self._disk.entries(scratch):
-                    self._disk.sync(scratch / entry.name)
+                    self._disk.sync(f"{scratch}/{entry.name}")
             self._sync(scratch)
             self._remove(target)
             self._disk.replace(scratch, target)
@@ -237,15 +238,15 @@ class Local:
             folder = self._folder(key)
             if accepted:
                 made = self._left_in(folder)
-                moves = None if made is None else (folder / f"{made}{KEPT}", made)
+                moves = None if made is None else (f"{folder}/{made}{KEPT}", made)
                 waiting = {entry.name.rpartition("@")[0] for entry in self._disk.entries(self._outbox)}
                 self._remembered.count(key, moves, counted, waiting)
             self._remove(folder)
 
-    def _remove(self, folder: Path) -> None:
+    def _remove(self, folder: str) -> None:
         """Remove an outbox entry; without its update.json it is no entry, so that file goes first."""
         if self._disk.is_dir(folder):
-            self._disk.unlink(folder / UPDATE)
+            self._disk.unlink(f"{folder}/{UPDATE}")
             self._sync(folder)
             self._disk.remove(folder)
         else:
@@ -256,18 +257,18 @@ class Local:
         with suppress(OSError):
             self._disk.remove(place)
 
-    def _folder(self, key: Key) -> Path:
-        return self._outbox / f"{key[0]}@{key[1]}"
+    def _folder(self, key: Key) -> str:
+        return f"{self._outbox}/{key[0]}@{key[1]}"
 
     # -- what the board has learned --
 
     def learned(self) -> dict[str, Learned]:
         """What an earlier process has learned, by workload; what is damaged or of another version is learned anew."""
-        return learned(self.home, self._disk) if self._durable else {}
+        return learned(self.home, self._disk) if self.durable else {}
 
     def remember(self, learned: Mapping[str, Learned]) -> None:
         """Keep what the board has learned. Without a sync: after a power failure it may be what it was before."""
-        if self._durable:
+        if self.durable:
             with doing(f"write {self.home / LEARNED}"):
                 lessons = Lessons(workloads={workload[:200]: known for workload, known in learned.items()})
                 self._disk.put(self.home / LEARNED, wire.encode(lessons), durable=False)
@@ -278,8 +279,8 @@ class Local:
         """Write a small file, `name` below the home; it is on the disk when this returns, if the home is durable."""
         file = self.home / name
         with doing(f"write {file}"):
-            (self._disk.settle if self._durable else self._disk.make)(file.parent)
-            self._disk.put(file, payload, durable=self._durable)
+            (self._disk.settle if self.durable else self._disk.make)(file.parent)
+            self._disk.put(file, payload, durable=self.durable)
 
     def noted(self, name: str) -> bytes | None:
         """What `note` has written; None: nothing yet."""
@@ -296,9 +297,9 @@ class Local:
             if free < size + SPARE_BYTES:
                 wanted = (size + SPARE_BYTES) / 1e6
                 raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
-            if self._durable:
-                self._disk.put(self.home / "probe", b"\0")
-                self._disk.unlink(self.home / "probe")
+            if self.durable:
+                self._disk.put(self._probe, b"\0")
+                self._disk.unlink(self._probe)
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
         """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
@@ -324,9 +325,9 @@ class Local:
         for ref in refs:
             self.depot.touch(ref.sha256)
 
-    def _sync(self, path: Path) -> None:
+    def _sync(self, path: Place) -> None:
         """Wait until a file or a folder's entries are on the disk, if the home is durable."""
-        if self._durable:
+        if self.durable:
             self._disk.sync(path)
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -383,12 +383,19 @@ def ready(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
 
 
-@contextmanager
-def doing(what: str, when_full: str = "free some space or use another home") -> Iterator[None]:
+class doing:
     """Turn an OSError into a StoreError: "cannot `what`: ...; the mend"."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = when_full if full else "check the folder, its owner and the disk"
-        raise StoreError(f"cannot {what}: {error.strerror}; {mend}") from None
+
+    __slots__ = ("_what", "_when_full")
+
+    def __init__(self, what: str, when_full: str = "free some space or use another home") -> None:
+        self._what, self._when_full = what, when_full
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            mend = self._when_full if full else "check the folder, its owner and the disk"
+            raise StoreError(f"cannot {self._what}: {error.strerror}; {mend}") from None

@@ -7,6 +7,7 @@ dataclasses) is packed generically: its arrays as tensors, its shape as JSON in 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -195,17 +196,20 @@ def decode(payload: bytes) -> dict[str, np.ndarray]:
     return found
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors in a safetensors file.
+def read(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
+    """Read the tensors in a safetensors file; `sha256` is that of its bytes, "" if it is not known.
 
     Raises:
         UpdateError: not safetensors.
-        StoreError: unreadable.
+        StoreError: unreadable, or of another sha256.
     """
     try:
-        return decode(path.read_bytes())
+        payload = path.read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
+    if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
+        raise StoreError(f"{path} is damaged: its bytes are not those it was stored with")
+    return decode(payload)
 
 
 class _Layout(NamedTuple):
@@ -287,7 +291,7 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
         kind: annotation of the value.
         at: path within the state, for errors.
     """
-    if kind is np.ndarray or (get_origin(kind) in (Union, UnionType) and np.ndarray in get_args(kind)):
+    if _declares_array(kind):
         if isinstance(value, np.generic):
             return np.asarray(value)
         if kind is np.ndarray and not isinstance(value, np.ndarray):
@@ -295,13 +299,8 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if is_dataclass(value):
-        kind = type(value)
-        hints = _hints(kind)
-        return {
-            each.name: _annotated(getattr(value, each.name), hints[each.name], f"{at}.{each.name}")
-            for each in fields(value)
-        }
+    if (hints := _hints(value.__class__)) is not None:
+        return {name: _annotated(getattr(value, name), hint, f"{at}.{name}") for name, hint in hints}
     if isinstance(value, Mapping):
         inner = (_arguments(kind, Mapping) or (Any, Any))[1]
         return {key: _annotated(each, inner, f"{at}[{key!r}]") for key, each in value.items()}
@@ -313,6 +312,13 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
     return value
 
 
+@cache
+def _declares_array(kind: Any) -> bool:
+    """Whether an annotation is of an array, or of one among other things."""
+    return kind is np.ndarray or (get_origin(kind) in (Union, UnionType) and np.ndarray in get_args(kind))
+
+
+@cache
 def _arguments(kind: Any, of: type) -> tuple[Any, ...]:
     """Type arguments of a generic type, or of the alternative of a union that is a kind of `of`; (): none."""
     for each in (kind, *get_args(kind)):
@@ -323,8 +329,12 @@ def _arguments(kind: Any, of: type) -> tuple[Any, ...]:
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _hints(kind: type) -> tuple[tuple[str, Any], ...] | None:
+    """Names and annotations of a dataclass's fields; None: it is none."""
+    if not is_dataclass(kind):
+        return None
+    hints = get_type_hints(kind)
+    return tuple((each.name, hints[each.name]) for each in fields(kind))
 
 
 def unpack(payload: bytes, kind: type[T]) -> T:

@@ -39,6 +39,7 @@ from fedquilt.core import (
 )
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
+from fedquilt.disk import REAL
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task import budget, outputs
 from fedquilt.edge_agent.task.process import die_with
@@ -99,9 +100,9 @@ class Bench:
             self._data = ((run, spec), self._load(msgspec.convert(spec, DataSpec)))
         return self._data[1]
 
-    def tensors(self, path: str) -> dict[str, np.ndarray]:
-        """Tensors of a file, as the caller's own copy."""
-        return tensors.read(Path(path))
+    def tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
+        """Tensors of a file with this sha256 ("": not known), as the caller's own copy."""
+        return tensors.read(Path(path), sha256)
 
 
 def carry_out(
@@ -175,7 +176,7 @@ def site_of(
         local=compression.own(local),
         lost=lost,
         cache_at=order.cache,
-        load=lambda name: bench.tensors(_file(order, name)),
+        load=lambda name: bench.tensors(_file(order, name), _hash(order, name)),
         path=lambda name: Path(_file(order, name)),
         progress=progress,
     )
@@ -213,20 +214,35 @@ def _file(order: Order, name: str) -> str:
     return order.bundles[name]
 
 
+def _hash(order: Order, name: str) -> str:
+    """The sha256 that a bundle's file is compared with; "": it is not."""
+    ref = order.task.bundles.get(name) if order.checked else None
+    return "" if ref is None else ref.sha256
+
+
 def worked(order: Order, method: Method, site: Site) -> Outcome:
     """Check the received state and work on it, as far as the task asks for either; bundles go into `order.out`.
 
     Raises:
+        StoreError: a file is not what it was, or cannot be read or written.
         UpdateError: a metric or the weight is not finite.
         FedquiltError: an error of the method's client half.
     """
     task = order.task
 
+    parts: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
+
     def private() -> core.Tensors:
-        return tensor_files.Floats(Path(order.private)) if order.private and not site.lost else {}
+        if not order.private or site.lost:
+            return {}
+        parts[order.private] = order.private_sha256
+        return tensor_files.Floats(Path(order.private))
 
     def base(name: str) -> core.Tensors | None:
-        return tensor_files.Floats(Path(order.bundles[name])) if name in order.bundles else None
+        if name not in order.bundles:
+            return None
+        parts[order.bundles[name]] = _hash(order, name)
+        return tensor_files.Floats(Path(order.bundles[name]))
 
     metrics: dict[str, float] = {}
     weight = 0.0
@@ -255,6 +271,9 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
             note = note or order.forgotten
             require_allowed(method, task.method, note)
         bundles, blobs, private_left = _written(answer, order)
+        for file, sha256 in parts.items():  # after they were read: a bit that flips stays flipped
+            if sha256 and REAL.digest(file) != sha256:
+                raise core.StoreError(f"{file} is damaged: its bytes are not those it was stored with")
         layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):

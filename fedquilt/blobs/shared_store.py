@@ -8,6 +8,7 @@ from pathlib import Path
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef
+from fedquilt.disk import Place
 
 
 class Shared:
@@ -72,7 +73,7 @@ class Lodger(Depot):
         """Store a small blob in the shared folder."""
         return self._held(self._shared.depot.stow(payload, expected))
 
-    def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+    def put_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file in the own folder."""
         self._make()
         return super().put_file(path, expected, move=move)

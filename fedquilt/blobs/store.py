@@ -37,7 +37,7 @@ from fedquilt.blobs.explained import Explained
 from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.disk import REAL, Disk, Found
+from fedquilt.disk import REAL, Disk, Found, Place
 
 log = logging.getLogger("fedquilt.blobs.store")
 
@@ -218,7 +218,7 @@ class Depot:
         assert self._pack is not None
         self._pack.release(place, ref.size)
 
-    def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+    def put_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file: linked if the file system can, else copied.
 
         A linked file must not be changed in place afterwards; replacing it is fine. With `move` it is moved

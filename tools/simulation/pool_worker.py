@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -40,9 +41,9 @@ class Worker(Bench):
             return Answer(done)
         return Answer(done, self._sums(work.state, work.orders, [each.outcome for each in done]))
 
-    def tensors(self, path: str) -> dict[str, np.ndarray]:
+    def tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
         """Tensors of a file, read once for several orders."""
-        return self._files(path, tensors.read)
+        return self._files(path, partial(tensors.read, sha256=sha256))
 
     def _share(self, device: str) -> tuple[Examples, Examples]:
         share = self._shares_at[device]

@@ -18,7 +18,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._stem, self._number = path, 0
-        self.path = path
+        self.path, self._log = path, f"{path}-wal"
         self.unsynced: int | None = None  # bytes of the write-ahead log before the commit that is under way
         self._open: list[Connection] = []
 
@@ -36,13 +36,13 @@ class Database:
     def wal_bytes(self) -> int:
         """Size of the write-ahead log."""
         try:
-            return os.stat(f"{self.path}-wal").st_size
+            return os.stat(self._log).st_size
         except FileNotFoundError:
             return 0
 
     def image(self) -> tuple[bytes, bytes]:
         """The database and its write-ahead log."""
-        wal = Path(f"{self.path}-wal")
+        wal = Path(self._log)
         return self.path.read_bytes() if self.path.exists() else b"", wal.read_bytes() if wal.exists() else b""
 
     def close(self) -> None:
@@ -68,9 +68,10 @@ class Database:
         """Have these contents; nobody may be connected."""
         self._number += 1
         self.path = self._stem.with_name(f"{self._number}-{self._stem.name}")
+        self._log = f"{self.path}-wal"
         self.path.write_bytes(image[0])
         if image[1]:
-            Path(f"{self.path}-wal").write_bytes(image[1])
+            Path(self._log).write_bytes(image[1])
         self.unsynced = None
 
 

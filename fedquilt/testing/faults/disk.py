@@ -83,7 +83,7 @@ class SimDisk(Disk):
         node = self._find(path)
         if node is None:
             return REAL.stat(path) if self._outside(path) else None
-        return _found(self._parts(path)[-1], node)
+        return _found(os.path.basename(path), node)
 
     def is_file(self, path: Place) -> bool:
         """See `Disk`."""
@@ -187,20 +187,16 @@ class SimDisk(Disk):
 
     def sync(self, path: Place) -> None:
         """See `Disk`."""
-        if self._outside(path):
+        node = self._find(path)
+        if node is None and self._outside(path):
             return
         self._ask("sync", path)
-        node = self._find(path)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         if isinstance(node, File):
             node.safe = node.data
             return
-        kept = set()
-        for index, change in enumerate(self.platter.changes):
-            for folder, _, _ in change:
-                if folder is node:
-                    kept.add(index)
+        kept = {index for index, change in enumerate(self.platter.changes) for each in change if each[0] is node}
         if kept:
             self.platter.make_safe(kept)
 
@@ -331,7 +327,7 @@ class SimDisk(Disk):
         return not os.fspath(path).startswith(self._root)
 
     def _parts(self, path: Place) -> list[str]:
-        text = path if isinstance(path, str) else os.fspath(path)
+        text = path if type(path) is str else os.fspath(path)
         known = self._paths.get(text)
         if known is None:
             if not text.startswith(self._root):
@@ -342,14 +338,17 @@ class SimDisk(Disk):
     def _walk(self, parts: list[str]) -> Node | None:
         node: Node | None = self.platter.top
         for name in parts:
-            if not isinstance(node, Folder):
+            if type(node) is not Folder:
                 return None
             folder, node = node, node.names.get(name)
-            while isinstance(node, Symlink):
+            while type(node) is Symlink:
                 node = folder.names.get(node.target)
         return node
 
     def _find(self, path: Place) -> Node | None:
+        parts = self._paths.get(path if type(path) is str else os.fspath(path))
+        if parts is not None:
+            return self._walk(parts)
         try:
             return self._walk(self._parts(path))
         except OSError:

@@ -102,18 +102,17 @@ class Platter:
             self.changes.clear()
             return
         slots: set[tuple[int, str]] = set()
-        for index in range(max(kept, default=-1), -1, -1):
+        last = max(kept, default=-1)
+        for index in range(last, -1, -1):
             mine = [(folder.inode, name) for folder, name, _ in self.changes[index]]
             if index in kept or not slots.isdisjoint(mine):
                 kept.add(index)
                 slots.update(mine)
-        left: list[Change] = []
-        for index, change in enumerate(self.changes):
-            if index in kept:
-                apply(change, safe=True)
-            else:
-                left.append(change)
-        self.changes[:] = left
+        for index in sorted(kept):
+            apply(self.changes[index], safe=True)
+        self.changes[: last + 1] = [
+            change for index, change in enumerate(self.changes[: last + 1]) if index not in kept
+        ]
 
     def rot(self, place: float) -> bool:
         """Flip a bit of one of the files, by a number from 0 to 1; False: there is none."""
@@ -187,10 +186,10 @@ def apply(change: Change, *, safe: bool) -> None:
     """Make a change, as programs see it or as it is on the disk."""
     for folder, name, node in change:
         names = folder.safe if safe else folder.names
-        if node is None:
-            names.pop(name, None)
-        else:
+        if node is not None:
             names[name] = node
+        elif name in names:
+            del names[name]
 
 
 class SimLock(Lock):

@@ -107,6 +107,13 @@ class Newer(OneSided, frozen=True, tag="newer"):
     """A side is of the next version: its messages have a field that this version does not know."""
 
 
+class Ahead(Fault, frozen=True, tag="ahead"):
+    """The coordinator is of the next version for a while: boards do not know a field of its messages."""
+
+    start_s: float
+    length_s: float
+
+
 class Second(Fault, frozen=True, tag="second"):
     """Somebody starts a second coordinator in the same home."""
 
@@ -114,7 +121,7 @@ class Second(Fault, frozen=True, tag="second"):
 
 
 class Rot(OneSided, frozen=True, tag="rot"):
-    """A bit of a file flips on a disk while the process that uses it is away."""
+    """A bit of a file flips on a disk, while the process that uses it goes on."""
 
     at_s: float
     place: float
@@ -128,7 +135,7 @@ class Restore(Fault, frozen=True, tag="restore"):
 
 
 AnyFault: TypeAlias = (
-    Crash | Refuse | Noise | Cut | Broker | Jump | Slow | Worker | Stop | Newer | Second | Rot | Restore
+    Crash | Refuse | Noise | Cut | Broker | Jump | Slow | Worker | Stop | Newer | Ahead | Second | Rot | Restore
 )
 KINDS: Final[dict[str, type[Fault]]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}
 LATER: Final = ("rot", "restore")
@@ -256,6 +263,8 @@ def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Sched
     if base.jobs > 1 or roll.random() < 0.2:  # jobs side by side, half of the time of different methods
         base = msgspec.structs.replace(base, jobs=2, also=roll.choice(["", roll.choice(methods)]))
     beside_s = roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0])
+    if roll.random() < 0.1:
+        faults = (*faults, Ahead(_when(roll, base), roll.choice([1.0, 10.0, 60.0])))
     return msgspec.structs.replace(base, faults=faults, beside_s=beside_s)
 
 

@@ -31,7 +31,7 @@ from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
-from fedquilt.testing.faults.truth import BOARD, BUDGET, Truth
+from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
 
 T = TypeVar("T")
 
@@ -225,6 +225,7 @@ class CoordinatorSide(Side):
     observe: Callable[[Any, Any], None]
     load: Callable[[str], Any]
     acknowledged: set[tuple[str, int, str]]  # job, round and device of every update that it said it has counted
+    ahead = False  # whether it is of the next version now
 
     def _start(self, link: SimLink) -> Server:
         self.store = WatchedStore(Path(self.platter.root), disk=self._disk, every=1)
@@ -244,13 +245,13 @@ class CoordinatorSide(Side):
             self.due_s = min(self.due_s, max(self._worker.due_s, now_s))
 
     def _noted(self, topic: str, payload: bytes) -> bytes:
-        """What it sends, unchanged; acknowledgements are noted."""
+        """What it sends, as its version has it; acknowledgements are noted."""
         route = wire.route(topic)
         if route.kind is wire.Ack:
             ack = wire.decode(payload, wire.Ack)
             if ack.accepted:
                 self.acknowledged.add((ack.job, ack.round, route.device))
-        return payload
+        return newer(topic, payload) if self.ahead else payload
 
     def _require_recorded(self) -> None:
         """Raise BrokenError unless the log has every update that an earlier process has acknowledged."""
@@ -315,9 +316,10 @@ class AgentSide(Side):
         """Carry out an order: its output lies in its folder afterwards, not synced."""
         disk, truth = SimDisk(self.platter), self.truths[order.task.method]
         private = None if order.private is None else disk.read(order.private)
+        known = Known(private, order.private_sha256, order.lost, order.forgotten)
         try:
             done = truth.shop.work(
-                order.task, self.name, private, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
+                order.task, self.name, known, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
             )
         except FileNotFoundError:
             return Outcome(code="disk", reason="a bundle is gone")

@@ -29,7 +29,7 @@ from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.testing import toys
-from fedquilt.testing.faults.schedule import Schedule
+from fedquilt.testing.faults.schedule import Restore, Rot, Schedule
 from fedquilt.testing.scenes import Scene, scene
 from fedquilt.tools.simulation.hands import OneEngine
 
@@ -48,6 +48,15 @@ class Result(NamedTuple):
     def private(self) -> bytes | None:
         """The private state that it leaves."""
         return self.files.get(PRIVATE)
+
+
+class Known(NamedTuple):
+    """What a device knows of its private state."""
+
+    private: bytes | None = None  # None: there is none yet, or none that can be used
+    sha256: str = ""  # that it was stored with
+    lost: str = ""  # why there is none, although earlier rounds have left one
+    forgotten: str = ""  # why that cannot be told
 
 
 class Node(NamedTuple):
@@ -73,7 +82,9 @@ class Workshop:
         self.folder = toys.folder(place / f"bundle-{name}", self.scene.bundle)
         self.bundle: Bundle = bundle.load(self.folder)
         self.engine = "numpy" if "numpy" in self.method.engines else self.method.engines[0]
-        self.done: dict[tuple[str, bytes, str], Result] = {}  # by device, task and private state
+        self.done: dict[
+            tuple[str, bytes, str, Known], Result
+        ] = {}  # by device, task, what is damaged of it, and `Known`
         self.nodes: dict[tuple[Any, ...], Node] = {}  # by what a job's states depend on, and its cohorts
         self.blobs: dict[str, bytes] = {}
         self._bench = OneEngine(self._share, lambda name: self.method, self.scene.engine)
@@ -85,31 +96,30 @@ class Workshop:
         member = self.scene.devices[int(device.rpartition("-")[2])]
         return member.train, member.held
 
-    def work(self, task: Task, device: str, private: bytes | None, load: Callable[[str], bytes]) -> Result:
+    def work(self, task: Task, device: str, known: Known, load: Callable[[str], bytes]) -> Result:
         """A device's work on a task, done once for the same inputs.
 
         Args:
             task: of the coordinator.
             device: its name.
-            private: its private state; None: none yet.
+            known: what it knows of its private state.
             load: bytes of a blob by its sha256.
         """
         plain = msgspec.structs.replace(task, job="", attempt=0, deadline_s=0.0)
-        kept = "" if private is None else _sha(private)
         given = {name: load(ref.sha256) for name, ref in task.bundles.items()}
         odd = "".join(_sha(given[name]) for name, ref in task.bundles.items() if _sha(given[name]) != ref.sha256)
-        key = (device, msgspec.json.encode(plain), kept + odd)
+        key = (device, msgspec.json.encode(plain), odd, known)
         if key not in self.done:
-            self.done[key] = self._worked(plain, device, private, given)
+            self.done[key] = self._worked(plain, device, known, given)
         return self.done[key]
 
-    def _worked(self, task: Task, device: str, private: bytes | None, given: Mapping[str, bytes]) -> Result:
+    def _worked(self, task: Task, device: str, known: Known, given: Mapping[str, bytes]) -> Result:
         with tempfile.TemporaryDirectory(dir=self._place) as folder:
             out = Path(folder) / "out"
             out.mkdir()
-            own = None if private is None else Path(folder) / "private"
-            if own is not None and private is not None:
-                own.write_bytes(private)
+            own = None if known.private is None else Path(folder) / "private"
+            if own is not None and known.private is not None:
+                own.write_bytes(known.private)
             order = Order(
                 task=task,
                 device=device,
@@ -117,6 +127,10 @@ class Workshop:
                 data={"share": device},
                 bundles={name: self._real(payload) for name, payload in given.items()},
                 private=None if own is None else str(own),
+                private_sha256=known.sha256,
+                lost=known.lost,
+                forgotten=known.forgotten,
+                checked=True,
                 cache=f"{folder}/cache",
                 out=str(out),
             )
@@ -137,7 +151,7 @@ class Truth:
     """One federation without faults: its job, and what every cohort comes to.
 
     Args:
-        plan: a schedule; only its settings count.
+        plan: a schedule; its settings count, and whether private state may be lost, without which some methods end.
         shop: of its method.
         number: of the job, from 0.
     """
@@ -161,7 +175,7 @@ class Truth:
                     "quorum": plan.quorum,
                     "over_select": plan.over_select,
                     "deadline_s": plan.deadline_s,
-                    "attempts": 10_000,
+                    "attempts": 100 if any(isinstance(fault, Rot | Restore) for fault in plan.faults) else 10_000,
                 },
                 "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
                 "wire": {"codec": plan.codec},
@@ -218,7 +232,9 @@ class Truth:
                 tier=tiers.tier(profile),
                 wire=self.job.wire,
             )
-            done = self.shop.work(task, device, node.private.get(device), self._load)
+            kept = node.private.get(device)
+            known = Known() if kept is None else Known(kept, _sha(kept))
+            done = self.shop.work(task, device, known, self._load)
             assert done.outcome.code == "ok", done.outcome.reason
             if done.private is not None:
                 private[device] = done.private

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, FedquiltError, Method, Update, summed
 from fedquilt.edge_agent.remembered import Private, Remembered
@@ -121,6 +121,12 @@ def heard(happened: Counter[str]) -> Iterator[None]:
         yield
     finally:
         log.removeHandler(ear)
+
+
+def _lost(facts: list[AnyFact]) -> bool:
+    """Whether a job has ended because devices lack private state that its method cannot do without, and said so."""
+    said = "does not allow a device to begin it anew"
+    return any(isinstance(fact, Declined) and said in fact.reason for fact in facts)
 
 
 def _id(number: int) -> str:
@@ -253,6 +259,9 @@ class World:
             case schedule.Stop(at_s, length_s):
                 self._at(at_s, "", lambda: self._request("stopping", ("running",)))
                 self._at(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
+            case schedule.Ahead(start_s, length_s):
+                self._at(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
+                self._at(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
             case schedule.Second(at_s):
                 self._at(at_s, "second", self._second)
             case schedule.Rot(who, at_s, place):
@@ -280,7 +289,6 @@ class World:
         side = next((side for side in self.sides if side.name == who), None)
         if side is not None and side.platter.rot(place):
             self.happened["rot"] += 1
-            side.ends()  # a process does not hash again what it has hashed within the hour
 
     def _restore(self, copied: Any) -> None:
         self.coordinator.restore(copied)
@@ -322,8 +330,8 @@ class World:
     def _require_log(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
         """The cohorts of a job's rounds."""
         last = facts[-1] if facts else None
-        if isinstance(last, Ended) and last.status == "failed" and self.happened["rot"]:
-            return ()  # what a flipped bit has destroyed is named; nothing wrong was made of it
+        if isinstance(last, Ended) and last.status == "failed" and (self.happened["rot"] or _lost(facts)):
+            return ()  # what is destroyed is named; nothing wrong was made of it
         if not isinstance(last, Ended) or last.status != "done":
             raise BrokenError(f"{id} has not been done: {last}")
         committed = [fact for fact in facts if isinstance(fact, Committed)]
@@ -341,8 +349,8 @@ class World:
         anew = [fact.round for fact in facts if isinstance(fact, Answered) and fact.update.note]
         cohorts: tuple[tuple[str, ...], ...] = ()
         for fact, devices in zip(committed, counted, strict=True):
-            if fact.round in anew and self.happened["restore"]:
-                return ()  # boards keep two private states: the one that an older home asks for is lost, and said to be
+            if fact.round in anew and (self.happened["restore"] or self.happened["rot"]):
+                return ()  # private state that an older home asks for is lost, or it is damaged; and this is said
             if len(set(devices)) != len(devices):
                 raise BrokenError(f"{id}: round {fact.round} counted a device twice: {sorted(devices)}")
             if self.plan.forced and len(devices) != self.plan.devices:

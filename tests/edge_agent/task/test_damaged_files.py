@@ -1,0 +1,84 @@
+"""Files of a task that are not what they were stored with, whenever that happens: refused by name, not worked with."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from children import METHODS, MODEL, Place, carried_out, child
+from msgspec.structs import replace
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, Encoding
+from fedquilt.edge_agent.task.outputs import PRIVATE
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+
+WORK = """
+from pathlib import Path
+def work(task, site):
+    model = site.load("model")
+    for file in task.params["flips"]:
+        kept = bytearray(Path(file).read_bytes())
+        kept[-1] ^= 1
+        Path(file).write_bytes(kept)
+    steps = {name: np.arange(value.size, dtype=np.float32).reshape(value.shape) ** 2 for name, value in model.items()}
+    return Answer({"model": {name: value + steps[name] for name, value in model.items()}}, 1.0)
+"""
+PAYLOAD = tensors.encode(MODEL)
+
+
+@pytest.fixture
+def moving(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place whose method answers with its model moved, after it has flipped a bit in some files."""
+    monkeypatch.setitem(METHODS, "moving", WORK)
+    return place
+
+
+def order(
+    place: Place, *, flips: tuple[str, ...] = (), codec: str = "int8", private: str | None = None, sha256: str = ""
+) -> Order:
+    """A task as an agent gives it; int8 reads the model again when the work is done."""
+    ref = BlobRef(sha256=hashlib.sha256(PAYLOAD).hexdigest(), size=len(PAYLOAD))
+    made = place.order("moving", wire=Encoding(codec=codec), private=private)
+    made.task.params["flips"] = list(flips)
+    return replace(made, task=replace(made.task, bundles={"model": ref}), checked=True, private_sha256=sha256)
+
+
+def done(place: Place, given: Order) -> Outcome:
+    with child(place.command()) as worker:
+        return carried_out(worker, given)
+
+
+def test_a_model_that_has_changed_since_the_agent_opened_it_is_not_worked_with(moving: Place) -> None:
+    """A flipped bit: the bytes are compared with the task's hash as they are read."""
+    model = moving.folder / "model"
+    assert done(moving, order(moving, codec="raw")).code == "ok"
+    changed = bytearray(PAYLOAD)
+    changed[-1] ^= 1
+    model.write_bytes(changed)
+    outcome = done(moving, order(moving, codec="raw"))
+    assert (outcome.code, outcome.bundles) == ("disk", {})
+    assert f"{model} is damaged" in outcome.reason
+
+
+def test_a_model_that_changes_while_a_task_works_is_no_base_of_its_update(moving: Place) -> None:
+    """The codec reads it tensor by tensor after the work, against which the update is told."""
+    outcome = done(moving, order(moving, flips=(str(moving.folder / "model"),)))
+    assert (outcome.code, outcome.bundles) == ("disk", {})
+    assert f"{moving.folder / 'model'} is damaged" in outcome.reason
+
+
+def test_private_state_that_changes_while_a_task_works_is_not_added_to_its_update(moving: Place) -> None:
+    """What the codec has left for the next time is in there, and read after the work."""
+    first = order(moving)
+    assert done(moving, first).code == "ok"
+    private = Path(first.out) / PRIVATE
+    sha256 = hashlib.sha256(private.read_bytes()).hexdigest()
+    assert np.any(tensors.read(private)["unsent/model/1.weight"])
+    calm = done(moving, order(moving, private=str(private), sha256=sha256))
+    assert calm.code == "ok"
+    outcome = done(moving, order(moving, private=str(private), sha256=sha256, flips=(str(private),)))
+    assert (outcome.code, outcome.bundles) == ("disk", {})
+    assert f"{private} is damaged" in outcome.reason
