@@ -130,7 +130,7 @@ class OnnxEngine:
         """
         plan = self._load(graph).plan
         size = self._batch(plan, around_bytes, example_bytes)
-        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph)
+        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph, around_bytes)
         return size
 
     def _batch(self, plan: Plan, around_bytes: int, example_bytes: int) -> int:
@@ -144,11 +144,11 @@ class OnnxEngine:
         alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
 
-    def make_room(self, size: int, needed: Path | None = None) -> None:
+    def make_room(self, size: int, needed: Path | None = None, in_use: int = 0) -> None:
         """Drop sessions, the longest unused first and never `needed`, until `size` bytes fit beside them.
 
         Freed pieces return to the system where there is little room; where there is more, once more than half of it is
-        wanted and they leave too little of it. That changes no size of a micro-batch.
+        wanted and they leave too little of it for what is not `in_use` of `size`. That changes no micro-batch.
         """
         held = sum(one.plan.held_bytes for one in self._kept.values())
         for other in [path for path in self._kept if path != needed]:
@@ -156,7 +156,7 @@ class OnnxEngine:
                 break
             held -= self._kept.pop(other).plan.held_bytes
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
-            held + size > KEPT * self._room_bytes and not self._fits_beside_all(size)
+            held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
         ):
             _return_small_pieces()
 
