@@ -114,7 +114,7 @@ def _narrow(model: onnx.ModelProto, first: int, end: int, tile_bytes: int, shape
     for place in range(first + 1, end):
         crossing = _crossing(graph, place)
         if len(crossing) == 1 and crossing <= shapes.keys() - {graph.input[0].name}:
-            cuts.append((place, *crossing))
+            cuts.append((place, crossing.pop()))
     for i, (place, name) in enumerate(cuts):
         after = cuts[i + 1][0] if i + 1 < len(cuts) else end
         if weights(first, after) > tile_bytes and weights(first, place) and weights(place, end):
