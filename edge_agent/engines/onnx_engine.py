@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime as ort
 
-from fedquilt import footprint
+from fedquilt import footprint, heap
 from fedquilt.core import MemoryBudgetError, ModelError
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.graph_check import Graph
@@ -85,7 +86,7 @@ class OnnxEngine:
     def __init__(
         self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, threads: int = 0, micro_batch: int | None = None
     ) -> None:
-        self._room_bytes = budget_bytes - base_bytes
+        self._budget_bytes, self._room_bytes = budget_bytes, budget_bytes - base_bytes
         self._threads, self._micro_batch = threads, micro_batch
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
         _return_large_pieces(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
@@ -129,7 +130,7 @@ class OnnxEngine:
         """
         plan = self._load(graph).plan
         size = self._batch(plan, around_bytes, example_bytes)
-        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph)
+        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph, around_bytes)
         return size
 
     def _batch(self, plan: Plan, around_bytes: int, example_bytes: int) -> int:
@@ -143,18 +144,26 @@ class OnnxEngine:
         alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
 
-    def make_room(self, size: int, needed: Path | None = None) -> None:
+    def make_room(self, size: int, needed: Path | None = None, in_use: int = 0) -> None:
         """Drop sessions, the longest unused first and never `needed`, until `size` bytes fit beside them.
 
-        Freed pieces return to the system where there is little room, or where little is left of much.
+        Freed pieces return to the system where there is little room; where there is more, once more than half of it is
+        wanted and they leave too little of it for what is not `in_use` of `size`. That changes no micro-batch.
         """
         held = sum(one.plan.held_bytes for one in self._kept.values())
         for other in [path for path in self._kept if path != needed]:
             if held + size <= self._room_bytes:
                 break
             held -= self._kept.pop(other).plan.held_bytes
-        if self._room_bytes < TRIMMED_BELOW_BYTES or held + size > KEPT * self._room_bytes:
+        if self._room_bytes < TRIMMED_BELOW_BYTES or (
+            held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
+        ):
             _return_small_pieces()
+
+    def _fits_beside_all(self, size: int) -> bool:
+        """Whether `size` bytes fit into the budget beside all that the process holds, freed pieces included."""
+        resident = heap.resident_bytes(os.getpid())
+        return resident is not None and resident + size <= self._budget_bytes
 
     def facts(self, graph: Path) -> Mapping[str, str]:
         """Metadata of a graph.

@@ -19,10 +19,8 @@ from fedquilt import footprint
 from fedquilt.core import Work
 from fedquilt.edge_agent import sysfs
 from fedquilt.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
-
-PROC = Path("/proc")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
+from fedquilt.heap import PROC
+from fedquilt.heap import resident_bytes as resident_bytes
 
 LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
 RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # limits of that average: one odd task changes little
@@ -172,14 +170,6 @@ def is_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return tells_of_memory(str(error))
-
-
-def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Resident size of a process, shared and mapped pages included; None: it is gone."""
-    try:
-        return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 def oom_kills(proc: Path = PROC) -> int | None:

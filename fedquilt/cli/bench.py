@@ -33,6 +33,7 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 @verb()
 @argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
 @option("--size", type=options.POSITIVE, many=True, help="For stitch and memory: sizes of images in pixels.")
+@option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
 @option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
 @option("--updates", type=options.POSITIVE, help="For large: updates of the round (default: 5).")
 @option("--rounds", type=options.POSITIVE, help="For coordinator: rounds of each fleet (default: 6).")
@@ -100,6 +101,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     given = {name: value or None for name, value in given.items()}
     for name, allowed, where in (
         ("size", what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
+        ("images", what == "stitch" and not ablating, "`bench stitch`"),
         *((name, what == "coordinator", "`bench coordinator`") for name in ("agents", "rounds", "after")),
         ("updates", what == "large", "`bench large`"),
         ("ablate", what == "stitch", "`bench stitch`"),
@@ -118,7 +120,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     if what == "large":
         return tool.main(what, format, given={"updates": given["updates"]} if given["updates"] else {})
     if what != "sim":
-        return tool.main(what, format, given["size"] or ())
+        return tool.main(what, format, given["size"] or (), {"shown": given["images"]} if given["images"] else {})
     if given["data"] is None:
         raise JobError("bench sim wants --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
     from fedquilt.tools.bench import sim

@@ -176,7 +176,7 @@ class InFile:
         return found
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first `examples` examples, by one read for each example."""
+        """Features [first, last) of the first `examples` examples, by one read for each; all features by one read."""
         found = np.empty((examples, last - first), np.float32)
         self._read(found, 4 * first)
         return found
@@ -212,7 +212,9 @@ class InFile:
             os.close(self._file)
 
     def _read(self, into: np.ndarray, offset: int) -> None:
-        """Fill row i of `into` (k, width) by one read at `offset` within example i."""
+        """Fill row i of `into` (k, width) by one read at `offset` within example i; whole examples are one read."""
+        if into.shape[1] * into.itemsize == self._width:
+            into = into.reshape(1, -1)
         view, row = into.reshape(-1).view(np.uint8).data, into.shape[1] * into.itemsize
         with doing("read maps back from the disk", MEND):
             for i in range(len(into)):

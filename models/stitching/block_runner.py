@@ -17,7 +17,7 @@ from fedquilt import footprint, tensors
 from fedquilt.core import Site, Tensors
 from fedquilt.data import images, inputs
 from fedquilt.models.stitching import stitched
-from fedquilt.models.stitching.activations import InMemory, Mapped, Shelf, Source, Stack
+from fedquilt.models.stitching.activations import Mapped, Shelf, Source, Stack
 from fedquilt.models.stitching.stitched import Block
 
 STACKS = 6  # stacks in memory get one sixth of the room
@@ -47,19 +47,21 @@ class Flow:
         site: the device's engine, files and cache.
         blocks: all blocks that may run; they decide how much memory is left for stacks.
         flops: estimate for the whole task, for the reported progress.
+        beside_bytes: of what the task itself holds while blocks run.
     """
 
-    def __init__(self, site: Site, blocks: Iterable[Block], flops: float) -> None:
+    def __init__(self, site: Site, blocks: Iterable[Block], flops: float, beside_bytes: int = 0) -> None:
         self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
         room, blocks = site.engine.room_bytes, list(blocks)
         largest = max(footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
-        self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
+        self._stacks_bytes = int(max(min(room // STACKS, room - largest - beside_bytes), 0))
+        self._around_bytes = self._stacks_bytes + beside_bytes
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
 
     def reserve(self, size: int) -> None:
-        """Have the engine free memory for matrices of `size` bytes beside the stacks."""
-        self._site.engine.make_room(size + self._stacks_bytes)
+        """Have the engine free memory for matrices of `size` bytes beside the stacks and what the task holds."""
+        self._site.engine.make_room(size + self._around_bytes)
 
     def block(
         self, block: Block, source: Source, first: int = 0, last: int | None = None, into: Stack | None = None
@@ -71,8 +73,13 @@ class Flow:
         flops = block.flops / sum(len(stage) for stage in block.stages)
         shift = 0
         for stage in inner:
-            parts = list(self._stage(stage, source, first - shift, last - shift, flops))
-            source, shift = InMemory.of(np.concatenate(parts)), first
+            between: Stack | None = None
+            for y in self._stage(stage, source, first - shift, last - shift, flops):
+                between = between or self.shelf.make((last - first, *y.shape[1:]))
+                between.put(y)
+                del y
+            assert between is not None, "no examples"
+            source, shift = between, first
         for y in self._stage(final, source, first - shift, last - shift, flops):
             made.put(y)
             del y  # before the next batch runs, to free its memory
@@ -100,7 +107,7 @@ class Flow:
 
     def _pieces(self, graph: str, source: Source, first: int, last: int, flops: float) -> Iterator[np.ndarray]:
         path, engine = self._site.path(graph), self._site.engine
-        size = engine.batch(path, self._stacks_bytes, source.example_bytes)
+        size = engine.batch(path, self._around_bytes, source.example_bytes)
         for start in range(first, last, size):
             stop = min(start + size, last)
             self._site.progress(min(self._done / self._flops, 1.0))

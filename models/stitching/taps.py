@@ -59,8 +59,8 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
     local = scoring.drawn(site)
     wanted = scoring.order(local)[: ask.samples]
     chosen = wanted[: _rows(site, sum(ask.widths))]
-    run = Flow(site, ask.blocks.values(), len(chosen) * _flops(ask))
     z = np.empty((len(chosen), sum(ask.widths)), np.float32)
+    run = Flow(site, ask.blocks.values(), len(chosen) * _flops(ask), z.nbytes)
     first = 0
     for rows in device_statistics.waves(site, chosen):
         last = first + len(rows)
@@ -72,7 +72,7 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
                 part = np.maximum(part, 0.0)
             z[first:last, column : column + ask.widths[tap]] = part
         first = last
-    run.reserve(class_moments.factor_bytes(*z.shape))
+    run.reserve(class_moments.factor_bytes(*z.shape) - z.nbytes)
     found = class_moments.to_tensors(class_moments.part(z, site.train.y[chosen], ask.labels), ask.exact)
     metrics = {"turn": float(ask.turn), "short": float(len(chosen) < len(wanted))}
     return Answer({"moments": found}, float(len(chosen)), metrics, local)
@@ -121,6 +121,15 @@ def _flops(ask: GatherAsk | CountAsk) -> float:
     return sum(ask.blocks[ids[-1]].flops for ids in stitched.prefixes(ask.paths))
 
 
+def _pooled_maps(run: Flow, maps: Source) -> np.ndarray:
+    """Means of maps (n, channels, ...) over all positions: (n, channels), float64."""
+    found = np.empty(maps.shape[:2], np.float64)
+    run.reserve(found.nbytes + 2 * block_runner.PIECE_BYTES)  # one piece is freed once the next has been read
+    for first, part in block_runner.pieces(maps):
+        found[first : first + len(part)] = stitched.gap(part)
+    return found
+
+
 def _pooled(run: Flow, ask: Ask, paths: Sequence[Path], shown: Source, site: Site) -> Iterator[tuple[int, np.ndarray]]:
     """Yield each path's index and its pooled end (n, channels), depth first.
 
@@ -142,6 +151,6 @@ def _pooled(run: Flow, ask: Ask, paths: Sequence[Path], shown: Source, site: Sit
         made = run.block(block, block_runner.joined(maps, junction, block))
         del maps
         if ids in numbers:
-            yield numbers[ids], np.concatenate([stitched.gap(part) for _, part in block_runner.pieces(made)])
+            yield numbers[ids], _pooled_maps(run, made)
         waiting += [(after, made) for after in sorted(following.get(ids, ()), key=lambda each: -size[each])]
         del made

@@ -1,14 +1,14 @@
-"""Linear layers larger than a board's memory, split into tiles of their rows. Imports onnx.
+"""Graphs whose weights are larger than a board's memory, split into graphs that hold a few at a time. Imports onnx.
 
-Such a layer (the first of VGG-16's classifier has 411 MB) reads each weight once per micro-batch, so a tile of its rows
-can be loaded, used and dropped at a time. A graph can be cut around the layer if its output is the only value that is
-used afterwards.
+A large linear layer (the first of VGG-16's classifier has 411 MB) reads each weight once per micro-batch, so a tile of
+its rows can be loaded, used and dropped at a time. A graph can be cut around the layer if its output is the only value
+that is used afterwards; a chain of layers (the last block of ResNet-50 has 60 MB) is cut at such values too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,36 +51,41 @@ def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto
     """Split a model from "x" to "y" into stages of models, each from "x" to "y" too.
 
     Stages run in order; the models of one stage take the same input, and their outputs are concatenated along axis 1.
-    A tile holds at most `tile_bytes` of weights, or one row. A model without a larger linear layer, or that cannot be
-    cut around it, stays one stage.
+    A tile holds at most `tile_bytes` of weights, or one row. What is no such layer is cut where only one value is used
+    afterwards, into stages of at most `tile_bytes` if there are such values; else it stays one stage.
     """
-    graph = model.graph
+    graph, shapes = model.graph, _shapes(model)
     made: list[list[onnx.ModelProto]] = []
     first, value = 0, graph.input[0]
-    for linear in _large(model, tile_bytes):
+
+    def pass_on(end: int, last: onnx.ValueInfoProto) -> None:
+        """Append the nodes from `first` to `end`, whose value is `last`."""
+        nonlocal first, value
+        for place, name in _narrow(model, first, end, tile_bytes, shapes):
+            between = _info(name, *shapes[name][1:])
+            made.append([_part(model, first, place, value, between)])
+            first, value = place, between
+        made.append([_part(model, first, end, value, last)])
+
+    for linear in _large(model, tile_bytes, shapes):
         if first < linear.place:
-            made.append([_part(model, first, linear.place, value, _info(linear.x, linear.inputs))])
+            pass_on(linear.place, _info(linear.x, linear.inputs))
         made.append(_tiles(model, linear, tile_bytes))
         first, value = linear.place + 1, _info(linear.y, linear.outputs)
-    if not made:
-        return [[model]]
     if first < len(graph.node):
-        made.append([_part(model, first, len(graph.node), value, graph.output[0])])
-    return made
+        pass_on(len(graph.node), graph.output[0])
+    return made if len(made) > 1 or len(made[0]) > 1 else [[model]]
 
 
 # -- where to cut ---------------------------------------------------------------------------------
 
 
-def _large(model: onnx.ModelProto, tile_bytes: int) -> list[Linear]:
+def _large(model: onnx.ModelProto, tile_bytes: int, shapes: Shapes) -> list[Linear]:
     """Linear layers with more than `tile_bytes`, in order, around which the graph can be cut."""
     graph = model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
-    if sum(FLOAT_BYTES * math.prod(tensor.dims) for tensor in tensors.values()) <= tile_bytes:
+    if sum(_bytes(tensor) for tensor in tensors.values()) <= tile_bytes or _branches(graph):
         return []
-    if any(attribute.HasField("g") for node in graph.node for attribute in node.attribute):
-        return []  # a subgraph may use outer values that are not among its node's inputs
-    shapes = _shapes(model)
     found = [_linear(place, node, tensors, shapes) for place, node in enumerate(graph.node)]
     return [
         linear
@@ -89,6 +94,41 @@ def _large(model: onnx.ModelProto, tile_bytes: int) -> list[Linear]:
         and linear.row_bytes * linear.outputs > tile_bytes
         and _crossing(graph, linear.place + 1) == {linear.y}
     ]
+
+
+def _narrow(model: onnx.ModelProto, first: int, end: int, tile_bytes: int, shapes: Shapes) -> Iterator[tuple[int, str]]:
+    """Yield the places between two nodes at which to cut, each with the one value that is used afterwards.
+
+    Each piece is the longest that holds at most `tile_bytes` of weights, or the shortest possible.
+    """
+    graph = model.graph
+    sizes = {tensor.name: _bytes(tensor) for tensor in graph.initializer}
+
+    def weights(start: int, stop: int) -> int:
+        used = {name for node in graph.node[start:stop] for name in node.input}
+        return sum(sizes.get(name, 0) for name in used)
+
+    if weights(first, end) <= tile_bytes or _branches(graph):
+        return
+    cuts: list[tuple[int, str]] = []
+    for place in range(first + 1, end):
+        crossing = _crossing(graph, place)
+        if len(crossing) == 1 and crossing <= shapes.keys() - {graph.input[0].name}:
+            cuts.append((place, crossing.pop()))
+    for i, (place, name) in enumerate(cuts):
+        after = cuts[i + 1][0] if i + 1 < len(cuts) else end
+        if weights(first, after) > tile_bytes and weights(first, place) and weights(place, end):
+            yield place, name
+            first = place
+
+
+def _branches(graph: onnx.GraphProto) -> bool:
+    """Whether a node has a subgraph, which may use outer values that are not among the node's inputs."""
+    return any(attribute.HasField("g") for node in graph.node for attribute in node.attribute)
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    return FLOAT_BYTES * math.prod(tensor.dims)
 
 
 def _linear(place: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], shapes: Shapes) -> Linear | None:
@@ -173,8 +213,8 @@ def _model(
     return helper.make_model(graph, opset_imports=whole.opset_import)
 
 
-def _info(name: str, width: int) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width])
+def _info(name: str, *sizes: int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *sizes])
 
 
 def _named(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:

@@ -205,18 +205,20 @@ SIZE = 64 << 20
 engine, process = OnnxEngine(int(sys.argv[1])), psutil.Process()
 before = process.memory_info().rss
 np.ones(SIZE, np.uint8)
-kept = process.memory_info().rss - before
-engine.make_room(engine.room_bytes)
-print(kept / SIZE, (process.memory_info().rss - before) / SIZE)
+shares = []
+for used in (engine.room_bytes, engine.room_bytes // 4, 0):
+    engine.make_room(engine.room_bytes, None, used)
+    shares.append((process.memory_info().rss - before) / SIZE)
+print(*shares)
 """
 
 
 @pytest.mark.parametrize(("budget_bytes", "stays"), [(4 << 30, True), (1 << 30, False)])
 def test_with_plenty_of_room_freed_memory_is_kept_until_the_room_is_needed(budget_bytes: int, stays: bool) -> None:
-    """Freed memory that is kept stays resident; a call that needs the whole room returns it to the system."""
+    """Freed memory stays where all or a quarter of the wanted room is in use; a call that needs it all returns it."""
     done = subprocess.run([sys.executable, "-c", KEEPS, str(budget_bytes)], capture_output=True, text=True, check=True)
-    kept, after = (float(word) for word in done.stdout.split())
-    assert kept > 0.9 if stays else kept < 0.1
+    kept, beside, after = (float(word) for word in done.stdout.split())
+    assert min(kept, beside) > 0.9 if stays else max(kept, beside) < 0.1
     assert after < 0.1
 
 

@@ -34,6 +34,22 @@ def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: 
     assert made.nbytes == X.nbytes
 
 
+@pytest.mark.parametrize(("last", "reads"), [(18, 1), (17, 5)])
+def test_whole_examples_are_one_read_of_the_file(
+    last: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some features of five examples take a read for each; all features lie side by side."""
+    made, read, sizes = stack("file", tmp_path), os.preadv, []
+
+    def preadv(file: int, into: list[memoryview], offset: int) -> int:
+        sizes.append(len(into[0]))
+        return read(file, into, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert np.array_equal(made.columns(0, last, 5), X.reshape(7, -1)[:5, :last])
+    assert len(sizes) == reads
+
+
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path: Path) -> None:
     """The file stays when the stack goes; one cut short is none."""

@@ -13,7 +13,7 @@ from fedquilt import tensors
 from fedquilt.core import Examples, Site
 from fedquilt.data import images, inputs
 from fedquilt.models.stitching import block_runner, stitched
-from fedquilt.models.stitching.activations import InFile, InMemory, Part
+from fedquilt.models.stitching.activations import InFile, InMemory, Part, Stack
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.stitched import Block
 
@@ -77,6 +77,23 @@ def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp
     assert order == sorted(order)  # pool, tile0, tile1, tile2
     assert seen == sorted(seen)
     assert seen[-1] < 1.0
+
+
+def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten pooled maps between two stages count as the stacks do that a block leaves."""
+    run, _, _ = flowing(tmp_path, 4, 0)
+    shapes, make = [], run.shelf.make
+
+    def seen(shape: tuple[int, ...]) -> Stack:
+        found = make(shape)
+        shapes.append((shape, type(found)))
+        return found
+
+    monkeypatch.setattr(run.shelf, "make", seen)
+    run.block(TILED, InMemory.of(X))
+    assert sorted(shapes) == [((10, 12), InFile), ((10, 27), InFile)]
 
 
 def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks whose large linear layers are cut into tiles."""
+"""Blocks of many weights, cut into tiles of linear layers and into pieces of chains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from block_graphs import graphs_of, only, run
+from block_graphs import graphs_of, run
 
 torch = pytest.importorskip("torch", reason="blocks are cut from torch networks")
 onnx = pytest.importorskip("onnx")
@@ -48,9 +48,10 @@ class Around(nn.Module):
         ([Product()], [1, 3, 1], [0, 36, 7]),
         ([nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 9)], [1, 2, 1, 2], [0, 26, 0, 25]),
         ([nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)], [1, 4, 1], [0, 26, 18]),
-        ([nn.Linear(12, 1), nn.ReLU(), nn.Linear(1, 19)], [1], [51]),
+        ([nn.Linear(12, 1), nn.ReLU(), nn.Linear(1, 19)], [1, 1], [13, 38]),
+        ([nn.Linear(12, 1), nn.ReLU(), nn.Linear(1, 12)], [1], [37]),
     ],
-    ids=["linear", "no bias", "product", "two", "large then small", "just small enough"],
+    ids=["linear", "no bias", "product", "two", "large then small", "too much together", "small enough"],
 )
 def test_a_large_linear_layer_becomes_tiles_that_hold_no_more_than_allowed(
     layers: list[nn.Module], tiles: list[int], most: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,7 +86,24 @@ def test_a_layer_around_which_the_graph_cannot_be_cut_stays_in_it(
     monkeypatch.setattr(blocks, "TILE_BYTES", 4 * 27)
     end = _end(*layers)
     made = blocks.export(end)
-    assert only(made).weight_bytes > 4 * 27
+    assert [len(stage) for stage in made] == [1] * len(made)
+    assert max(graph.weight_bytes for graph in graphs_of([made])) > 4 * 27
+    x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("most", "held"), [(468, [468]), (320, [312, 156]), (160, [156, 156, 156]), (100, [156, 156, 156])]
+)
+def test_a_chain_of_layers_is_cut_where_one_value_goes_on(
+    most: int, held: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three layers of 156 numbers, each with its input added to its output: as many together as are allowed."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 4 * most)
+    end = _end(*(Around() for _ in range(3)))
+    made = blocks.export(end)
+    assert [[graph.weight_bytes for graph in stage] for stage in made] == [[4 * each] for each in held]
     x = np.random.default_rng(0).normal(size=(5, *end.in_shape)).astype(np.float32)
     with torch.no_grad():
         np.testing.assert_allclose(run(made, x, tmp_path), end.module(torch.from_numpy(x)), rtol=1e-5, atol=1e-5)

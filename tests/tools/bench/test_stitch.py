@@ -10,23 +10,25 @@ import numpy as np
 from fedquilt.tools.bench import stitch
 from fedquilt.tools.bench.stitch import Compared
 
-WHOLE = {"cold_s": 9.0, "warm_s": 4.0}
-OWN = {"cold_s": 9.0, "warm_s": 5.0}
+WHOLE = {"cold_s": np.array([9.0, 18.0]), "warm_s": np.array([4.0, 8.0])}
+OWN = {"cold_s": np.array([9.0, 36.0]), "warm_s": np.array([5.0, 16.0])}
 
 
 def round_of(length: int, naive_s: float, own_s: float, stray: float = 0.0) -> Compared:
-    """A round whose three ways all take `own_s`, and whose scores differ from the naive ones by `stray`."""
-    ask: Any = msgspec.convert({"path": [f"a.{i}" for i in range(length)], "pool": ["b.1", "b.2"]}, Asked)
+    """A round whose ways all take `own_s` of the processor and twice that of the clock, the naive one three times."""
+    ask: Any = Asked(tuple(f"a.{i}" for i in range(length)), ("b.1", "b.2"), 64)
     scores = np.array([0.25, 0.5])
-    seconds = {"output": own_s, "hybrid": own_s, "input": own_s, "naive": naive_s}
+    own, naive = np.array([own_s, 2 * own_s]), np.array([naive_s, 3 * naive_s])
+    seconds = {"output": own, "hybrid": own, "input": own, "naive": naive}
     return Compared(ask, seconds, {"output": scores + stray, "naive": scores})
 
 
 class Asked(msgspec.Struct):
-    """The two fields of a `ScoreAsk` that are told."""
+    """The fields of a `ScoreAsk` that are told."""
 
     path: tuple[str, ...]
     pool: tuple[str, ...]
+    samples: int
 
 
 def test_the_rounds_compared_are_taken_together() -> None:
@@ -34,6 +36,8 @@ def test_the_rounds_compared_are_taken_together() -> None:
     found = stitch._result(64, WHOLE, OWN, [round_of(1, 90.0, 2.0), round_of(9, 10.0, 3.0)])
     assert found["figures"]["output_score_to_naive"]["value"] == 20.0
     assert found["figures"]["references_to_plain_forward"]["value"] == 1.25
+    assert found["by_wall_time"]["output_score_to_naive"] == 30.0
+    assert found["by_wall_time"]["references_to_plain_forward"] == 2.0
     assert [row["candidates"] for row in found["rounds"]] == [2, 2]
     assert {"path", "blocks", "naive", "output", "hybrid", "input"} <= set(" ".join(stitch.lines(found)).split())
     assert msgspec.json.decode(msgspec.json.encode(found)) == found  # the command's other form
