@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from fedquilt.core import JobError
+from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.tools.simulation import machines
@@ -140,7 +141,7 @@ class Processes:
         said = self._said.read_text(errors="replace").strip()
         words = f"it said: {said.splitlines()[-1][-500:] if said else '(nothing)'}"
         fewer = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
-        if budget.tells_of_memory(said):
+        if exhausted.tells_of_memory(said):
             return PoolError(f"a worker of the pool ran out of memory; {words}; give {fewer}")
         if TRACEBACK in said:
             return PoolError(f"a worker of the pool has ended; {words}")
