@@ -149,9 +149,9 @@ class Agent:
 
     def have(self, means: events.Means) -> None:
         """Go on with other means: those of other settings, or of a site whose boards are other ones now."""
-        self._means = means
         self.duty.take(means, self.settings.governor.rule())
-        self._profile = messages.profile(self.device, self._board, means, self._unable)
+        self._means = self.duty.state.means
+        self._profile = messages.profile(self.device, self._board, self._means, self._unable)
         if self._link.connected:  # else it is told with the next session
             self.publish("profile", self._profile, retain=True)
 
@@ -313,6 +313,7 @@ class Agent:
             checked=self.local.durable,
             plugins=self.settings.plugins,
             whole_bytes=self._whole_bytes,
+            tensorrt_bytes=0 if self.settings.tensorrt is None else size_bytes(self.settings.tensorrt),
         )
 
     def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
@@ -368,7 +369,9 @@ class Agent:
             self._clock(),
             None if self._runner is None else self._runner.look(),
         )
-        if self._board.points != self._profile.points:  # the owner has changed the power mode
+        means = self.duty.state.means
+        if self._board.points != self._profile.points or means != self._means:  # another power mode, or no GPU any more
+            self._means = means
             self._profile = messages.profile(self.device, self._board, self._means, self._unable)
             self.publish("profile", self._profile, retain=True)
         if told is not None:

@@ -140,6 +140,7 @@ class Duty:
 
     def take(self, means: events.Means, rule: Rule) -> None:
         """Have other means from the next task on, and choose operating points by another rule at once."""
+        means = msgspec.structs.replace(means, runs_on=self.state.means.runs_on)
         self.state = msgspec.structs.replace(self.state, means=means)
         self._pacer.rule = rule
 
@@ -183,6 +184,10 @@ class Duty:
 
     def _ended(self, open: events.Open, outcome: Outcome, now_s: float) -> None:
         """Make the result durable, then apply it."""
+        means = self.state.means
+        if outcome.runs_on not in ("", means.runs_on.get(open.task.engine)):
+            runs_on = {**means.runs_on, open.task.engine: outcome.runs_on}
+            self.state = msgspec.structs.replace(self.state, means=msgspec.structs.replace(means, runs_on=runs_on))
         if outcome.code != "ok":
             self._pacer.stop()
             if outcome.killed:

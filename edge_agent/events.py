@@ -142,7 +142,7 @@ Action = Say | Fetch | Abandon | Begin | Stop | Send | Drop | Learn
 
 
 class Means(msgspec.Struct, frozen=True):
-    """Capabilities and labels of this device; constant while the agent runs."""
+    """Capabilities and labels of this device. While the agent runs, tasks show what engines run on; the rest stays."""
 
     budget_bytes: int
     engines: tuple[str, ...]
@@ -153,6 +153,7 @@ class Means(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.labels`
     carriers: tuple[str, ...] = ()  # of blobs, beside the broker
     boards: int = 0  # of a site
+    runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
 
 
 class Open(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ def profile(device: str, board: Device, means: Means, unable: str = "") -> Profi
         versions={
             **_versions(means.engines),
             **_confined(means),
+            **{f"{engine} runs on": where for engine, where in sorted(means.runs_on.items())},
             **({UPGRADES: unable} if unable else {}),
             **means.plugins,
         },

@@ -118,6 +118,9 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None  # file of `fedquilt record` for this board, or a shipped one; None: its kind's
     budget: str | None = None  # most that a task's process may hold resident; None: half of the board's memory
     cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
+    tensorrt: str | None = (
+        None  # most disk for the engines that TensorRT builds of graphs to score; None: it is not used
+    )
     plugins: tuple[str, ...] | None = None  # packages and module:name it may import; None: all entry points installed
     meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
@@ -189,6 +192,7 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     for key, size in (
         ("budget", settings.budget),
         ("cache", settings.cache),
+        ("tensorrt", settings.tensorrt),
         ("[limits] budget", settings.limits.budget),
     ):
         if size is not None:

@@ -24,6 +24,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ import onnxruntime as ort
 from fedquilt import footprint, heap
 from fedquilt.core import MemoryBudgetError, ModelError
 from fedquilt.edge_agent.engines import onnx_session
+from fedquilt.edge_agent.engines.onnx_places import Places
 from fedquilt.graph_check import Graph
 
 BASE_BYTES = footprint.need_bytes("onnx", 0)  # resident beside weights and activations
@@ -48,7 +50,6 @@ MAPPED_MOST, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are map
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
 PLENTY_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
-CUDA = "CUDAExecutionProvider"
 SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
@@ -91,8 +92,25 @@ class OnnxEngine:
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
         _return_large_pieces(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
         ort.set_default_logger_severity(ERRORS_ONLY)
-        self._on_gpu = CUDA in ort.get_available_providers()
-        self.note = ""  # what its owner should know, once
+        self._places = Places(ort.get_available_providers(), self._room_bytes)
+
+    @property
+    def note(self) -> str:
+        """What the board's owner should know, once: whoever has said it sets it to ""."""
+        return self._places.note
+
+    @note.setter
+    def note(self, said: str) -> None:
+        self._places.note = said
+
+    @property
+    def runs_on(self) -> str:
+        """Where graphs run: "TensorRT", "CUDA", "processor"; "": this ONNX Runtime knows processors alone."""
+        return self._places.runs_on
+
+    def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
+        """Run graphs with TensorRT where there is one; see `onnx_places.Places.use_tensorrt`."""
+        self._places.use_tensorrt(cache, most_bytes)
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """Run the graph: its only output for its only input, (n, ...) -> (n, ...), float32.
@@ -114,7 +132,7 @@ class OnnxEngine:
         y = np.empty((len(x), *shape), np.float32)
         with _named(graph):
             for first in range(0, len(x), size):
-                self._run(loaded, np.ascontiguousarray(x[first : first + size], np.float32), y[first : first + size])
+                self._run(graph, np.ascontiguousarray(x[first : first + size], np.float32), y[first : first + size])
         return y
 
     @property
@@ -216,8 +234,6 @@ class OnnxEngine:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
         with _named(graph):
             session = self._session(graph, roomy=plan.roomy)
-        if self._on_gpu and CUDA not in session.get_providers():
-            self._on_gpu, self.note = False, "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor"
         self._kept[graph] = loaded = Loaded(session, plan)
         return loaded
 
@@ -253,34 +269,29 @@ class OnnxEngine:
         if not roomy:
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.enable_mem_pattern = False
-        return onnx_session.session(graph, options, self._providers())
+        return self._places.session(partial(onnx_session.session, graph, options))
 
-    def _providers(self) -> list[Any]:
-        """Where graphs run: on the GPU if there is one, each session's arena there within the room for all.
+    def _run(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
+        """Run the graph on `x`, its output straight into `y`: `run` would hold it twice, the runtime's and numpy's.
 
-        cuDNN's algorithms are chosen by rule: timing each would take more memory, and longer than a graph's few runs.
+        TensorRT builds an engine at the first run of a shape: where it fails then, the graph is loaded elsewhere.
         """
-        if not self._on_gpu:
-            return list(onnx_session.CPU)
-        limits = {
-            "gpu_mem_limit": str(max(self._room_bytes, 0)),
-            "arena_extend_strategy": "kSameAsRequested",
-            "cudnn_conv_algo_search": "HEURISTIC",
-            "cudnn_conv_use_max_workspace": "0",
-        }
-        return [(CUDA, limits), *onnx_session.CPU]
-
-    def _run(self, loaded: Loaded, x: np.ndarray, y: np.ndarray) -> None:
-        """Run the graph on `x`, its output straight into `y`: `run` would hold it twice, the runtime's and numpy's."""
+        loaded = self._load(graph)
         session = loaded.session
         bound = session.io_binding()
         bound.bind_cpu_input(session.get_inputs()[0].name, x)
         bound.bind_output(session.get_outputs()[0].name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
         options = None
-        if self._on_gpu and not loaded.plan.roomy:
+        if self._places.on_gpu and not loaded.plan.roomy:
             options = ort.RunOptions()
             options.add_run_config_entry(SHRINK, "gpu:0")
-        session.run_with_iobinding(bound, options)
+        try:
+            session.run_with_iobinding(bound, options)
+        except Exception as error:
+            if not self._places.tensorrt_failed(error):
+                raise
+            self.close()
+            self._run(graph, x, y)
 
 
 def _answer_shape(session: Any, x: np.ndarray) -> tuple[int, ...]:

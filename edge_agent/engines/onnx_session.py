@@ -37,17 +37,17 @@ def checked(graph: Path) -> Graph:
     return _checked[key]
 
 
-def session(graph: Path | bytes, options: Any = None, providers: Sequence[str] = CPU) -> Any:
-    """An `onnxruntime.InferenceSession` of a file, or of bytes with all weights inside.
+def session(graph: Path | bytes, options: Any = None, providers: Sequence[Any] = CPU) -> Any:
+    """An `onnxruntime.InferenceSession` of a file, or of bytes with all weights inside; it falls back to nothing.
 
     Raises:
         ModelError: the graph may not be run; says why.
     """
     if isinstance(graph, bytes):
         _named("in memory", lambda: graph_check.of_bytes(graph))
-        return ort.InferenceSession(graph, options, providers=list(providers))
+        return ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=0)
     checked(graph)
-    return ort.InferenceSession(str(graph), options, providers=list(providers))
+    return ort.InferenceSession(str(graph), options, providers=list(providers), enable_fallback=0)
 
 
 def _named(name: str, check: Callable[[], Graph]) -> Graph:

@@ -83,6 +83,7 @@ class TorchEngine:
         self.note = ""  # what its owner should know, once
         if self.gpu is None and torch.version.cuda is not None:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
+        self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
         base_bytes += gpu.CONTEXT_BYTES if self.gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
         self._half = half or _half(self._device)

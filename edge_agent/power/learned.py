@@ -104,11 +104,11 @@ class Estimate(NamedTuple):
 
 def estimates(learned: Learned, points: Sequence[OperatingPoint], work: Work) -> list[Estimate | None]:
     """Estimate the work at each point, in their order; None: the profile says nothing of its time there."""
-    time, power = _fitted(learned.time, TIME), _fitted(learned.power, POWER)
-    there_s = None if power is None else _seconds(time, power.law.at, work)[0]
+    seconds_at, power = _seconds(_fitted(learned.time, TIME), work), _fitted(learned.power, POWER)
+    there_s = None if power is None else seconds_at(power.law.at)[0]
     found: list[Estimate | None] = []
     for point in points:
-        seconds, spread = _seconds(time, point, work)
+        seconds, spread = seconds_at(point)
         if not seconds:
             found.append(None)
             continue
@@ -135,16 +135,16 @@ def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
         return learned
     point, watts = seen.point, seen.watts
     time = _added(
-        learned.time, TIME, seen, (told_s, seen.seconds), at_once, lambda law: _time_columns(law, point, seen.work)
+        learned.time, TIME, seen, (told_s, seen.seconds), at_once, lambda law: _time_columns(law, seen.work)(point)
     )
     anew = learned.time is not None and time is not None and time.count < learned.time.count
     power = None if anew else learned.power
     if watts is not None and 0 < watts < math.inf and point.busy_w and not (time and time.odd):
-        fit = _fitted(time, TIME)
-        here_s = _seconds(fit, point, seen.work)[0]
+        seconds_at = _seconds(_fitted(time, TIME), seen.work)
+        here_s = seconds_at(point)[0]
 
         def columns(law: Law) -> list[float]:
-            return _power_columns(law, point, here_s, _seconds(fit, law.at, seen.work)[0])
+            return _power_columns(law, point, here_s, seconds_at(law.at)[0])
 
         power = _added(power, POWER, seen, (point.busy_w, watts), at_once, columns)
     return Learned(time=time, power=power, latest=learned.latest)
@@ -153,13 +153,21 @@ def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
 # -- columns --------------------------------------------------------------------------------------
 
 
-def _time_columns(law: Law, point: OperatingPoint, work: Work) -> list[float] | None:
-    here_s, there_s = cost_model.seconds(work, point), cost_model.seconds(work, law.at)
-    if here_s is None or there_s is None:
-        return None
+def _time_columns(law: Law, work: Work) -> Callable[[OperatingPoint], list[float] | None]:
+    """Columns of some work by point; what is the same at all points is computed once."""
+    there_s, unit = cost_model.seconds(work, law.at), clocks_of(law.at)
+    if there_s is None:
+        return lambda point: None
     unit_s = law.ratio * there_s
-    clocks = [unit_s / share if share else 0.0 for share in _shares(clocks_of(law.at), point, AXES)]
-    return [law.ratio * here_s, *clocks, unit_s]
+
+    def columns(point: OperatingPoint) -> list[float] | None:
+        here_s = cost_model.seconds(work, point)
+        if here_s is None:
+            return None
+        clocks = [unit_s / share if share else 0.0 for share in _shares(unit, point, AXES)]
+        return [law.ratio * here_s, *clocks, unit_s]
+
+    return columns
 
 
 def _power_columns(law: Law, point: OperatingPoint, here_s: float | None, there_s: float | None) -> list[float]:
@@ -189,12 +197,15 @@ def _shares(unit: Mapping[str, float], point: OperatingPoint, axes: Sequence[str
     return [known.get(axis, unit[axis]) / unit[axis] if axis in unit else 0.0 for axis in axes]
 
 
-def _seconds(time: _Fit | None, point: OperatingPoint, work: Work) -> tuple[float | None, float]:
-    """Seconds of some work and their relative spread, by a fitted law; by the profile without one."""
-    columns = None if time is None else _time_columns(time.law, point, work)
-    if time is None or columns is None:
-        return cost_model.seconds(work, point), 0.0
-    return time.at(columns)
+def _seconds(time: _Fit | None, work: Work) -> Callable[[OperatingPoint], tuple[float | None, float]]:
+    """Seconds of some work by point, and their relative spread: by a fitted law, or by the profile without one."""
+    columns = None if time is None else _time_columns(time.law, work)
+
+    def seconds(point: OperatingPoint) -> tuple[float | None, float]:
+        row = None if columns is None else columns(point)
+        return (cost_model.seconds(work, point), 0.0) if time is None or row is None else time.at(row)
+
+    return seconds
 
 
 # -- fitting --------------------------------------------------------------------------------------

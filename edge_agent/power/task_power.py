@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -55,6 +55,7 @@ class Pacer:
         self._told_s = 0.0  # part of the time since the beginning that is in `_costs`
         self._done = self._before = 0.0  # shares of the work: done, and done before this stretch
         self._left_s, self._learned = math.inf, Learned()
+        self._top: Mapping[str, float] = {}  # highest clocks of the board when the point in hand was held
         self._held: OperatingPoint | None = None
         self._refused = False  # the board did not take the latest point
         self._celsius: float | None = None
@@ -166,7 +167,7 @@ class Pacer:
         """Present stretch, with a share of the work, at the point held."""
         assert self._held is not None
         work, seconds = self._work.part(share), self._board_s(share, now_s)
-        return Seen(self._held, work, seconds, watts, highest(self._board.points))
+        return Seen(self._held, work, seconds, watts, self._top)
 
     def _watts(self, measured: Cost, told: Cost, now_s: float) -> float | None:
         """Mean power since the point is held; None: no meter, or one that is too coarse for so short a time."""
@@ -220,6 +221,7 @@ class Pacer:
             self._held = self._label = None
             return
         self._held, self._label, self._stepped_s = point, taken.name, now_s
+        self._top = highest(self._board.points)
         self._held_ledger = None if self._ledger is None else self._ledger.again(now_s)
         if self._watched:
             self._every_s = min(self._every_s, ALIVE_S)

@@ -40,7 +40,7 @@ from fedquilt.core import (
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.disk import REAL
-from fedquilt.edge_agent import engines
+from fedquilt.edge_agent import engines, exhausted
 from fedquilt.edge_agent.task import budget, outputs
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
@@ -126,6 +126,8 @@ def carry_out(
         engine = bench.engine(order.task.engine, plannable(order))
         if hasattr(engine, "planned_bytes"):
             engine.planned_bytes = None  # left by an earlier task
+        if hasattr(engine, "use_tensorrt"):
+            engine.use_tensorrt(Path(order.cache), order.tensorrt_bytes)
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
             gpu = getattr(engine, "gpu", None)
@@ -293,6 +295,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         note="; ".join(notes)[:1000],
         examples=len(site.train),
         planned_bytes=planned,
+        runs_on=getattr(site.engine, "runs_on", ""),
     )
 
 
@@ -301,7 +304,7 @@ def failed(error: Exception) -> Outcome:
     if isinstance(error, EngineError):
         return Outcome(code="engine", reason=str(error)[:1000])
     code = _code(error)
-    overrun = code == "memory" and budget.is_of_memory(error)
+    overrun = code == "memory" and exhausted.is_of_memory(error)
     return Outcome(code=code, reason=_sentence(error)[:1000], overrun=overrun)
 
 
@@ -338,7 +341,7 @@ def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dic
 
 def _code(error: Exception) -> Any:
     """Claim code of an error, on which the coordinator acts."""
-    if budget.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
+    if exhausted.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
         return "memory"  # these three are our own words, about a file
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (MemoryBudgetError, "memory"),
@@ -353,7 +356,7 @@ def _code(error: Exception) -> Any:
 def _sentence(error: Exception) -> str:
     if isinstance(error, core.FedquiltError):
         return str(error)
-    if budget.is_of_memory(error):
+    if exhausted.is_of_memory(error):
         said = " ".join(str(error).split())[:300] or type(error).__name__
         return (
             f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"

@@ -16,6 +16,7 @@ import msgspec
 
 from fedquilt import threads
 from fedquilt.core import UNDECODABLE
+from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Event, Outcome
 
@@ -118,7 +119,7 @@ class Child:
         held = "" if self._held is None else f", which held {budget.megabytes(self._held)} when last seen,"
         if status is None:
             return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.words}")
-        if status != -signal.SIGKILL and budget.tells_of_memory(self._tail.decode(errors="replace")):
+        if status != -signal.SIGKILL and exhausted.tells_of_memory(self._tail.decode(errors="replace")):
             return self._starved(f"the task's process{held} ran out of memory and ended; it said: {self.words}")
         if status >= 0:
             return Outcome(code="failed", reason=f"the task's process ended with code {status}; it said: {self.words}")

@@ -42,6 +42,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
     checked: bool = False  # compare bundles with the task's hashes as they are read
     plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
+    tensorrt_bytes: int = 0  # of TensorRT's engines in `cache`; 0: it is not used
 
     @property
     def engine(self) -> str:
@@ -79,6 +80,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     peak_bytes: int | None = None
     base_bytes: int | None = None
     planned_bytes: int | None = None  # peak that its engine predicted, beside `base_bytes`
+    runs_on: str = ""  # of an engine that may use a GPU: what it used last
     overrun: bool = False  # memory ran out at work; with code "memory" and not this, an engine refused beforehand
     killed: bool = False  # from outside, not for its own fault: the same order may succeed next time
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from fedquilt.core import Cost, Device, Work
+from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.protocol import Asked, Event, Loaded, Order, Outcome, Progressed
@@ -212,7 +213,7 @@ class ChildWorker:
             events.append(event)
             if isinstance(event, Outcome):
                 self._order, self._idle_s = None, now_s
-                spoilt = event.code == "failed" and budget.tells_of_gpu(event.reason)  # for every later order too
+                spoilt = event.code == "failed" and exhausted.tells_of_gpu(event.reason)  # for every later order too
         if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
             self._end()
             self._order = None

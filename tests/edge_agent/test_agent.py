@@ -246,3 +246,20 @@ def test_telemetry_is_told_in_its_own_time(site: Site) -> None:
     told = site.all("telemetry")
     assert len(told) == 4
     assert (told[0].power_w, told[0].temperature_c) == (5.0, None)
+
+
+def test_a_profile_says_what_an_engine_with_a_gpu_ran_on_last(site: Site) -> None:
+    """First CUDA, then the processor for want of the GPU, also of a task that failed; told with the next readings."""
+    for round, where in enumerate(("CUDA", "processor")):
+        site.ask(round)
+        site.run(3.0)
+        site.bench.finish(runs_on=where)
+        site.run(31.0)
+        site.ack(round)
+        site.run(1.0)
+    said = [profile.versions.get("numpy runs on") for profile in site.all("profile")]
+    assert said[0] is None
+    assert list(dict.fromkeys(said)) == [None, "CUDA", "processor"]
+    site.agent.take(site.agent.settings)  # other settings do not make it forgotten
+    site.run(1.0)
+    assert site.all("profile")[-1].versions["numpy runs on"] == "processor"

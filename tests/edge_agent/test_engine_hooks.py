@@ -252,3 +252,23 @@ def test_mixed_precision_is_left_aside_on_a_cpu():
     start = torch_start(CNN)
     models = [torch_one(AMPLE).train(CNN, start, pictures(), Fit(mixed=m), tensors.rng(0))[0] for m in (False, True)]
     assert same_bits(*models)
+
+
+def test_the_layout_of_16_bit_training_changes_no_result() -> None:
+    """Channels-last with 32 bits in it, as no 16-bit type is wanted: a convolution's sums in another order."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    start, fit, seen = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2, mixed=True), set()
+
+    def begin(model: object) -> None:
+        four = [value for value in model.parameters() if value.ndim == 4 and min(value.shape[1:]) > 1]
+        seen.update(value.is_contiguous(memory_format=torch.channels_last) for value in four)
+
+    hooks = Hooks(steps=(Step(begin=begin),))
+    with pytest.warns(UserWarning, match="CPU autocast"):
+        last, _ = TorchEngine(AMPLE, half=torch.float64).train(CNN, start, pictures(), fit, tensors.rng(0), hooks=hooks)
+    assert seen == {True}
+    first, _ = TorchEngine(AMPLE).train(CNN, start, pictures(), fit, tensors.rng(0))
+    for name, array in first.items():
+        np.testing.assert_allclose(last[name], array, rtol=1e-5, atol=1e-5)

@@ -15,39 +15,10 @@ from fedquilt.core import MemoryBudgetError, ModelError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from fedquilt.edge_agent.engines import onnx_engine  # noqa: E402
+from product_graphs import MB, product  # noqa: E402
+
 from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
 from fedquilt.footprint import SESSION_BYTES  # noqa: E402
-
-MB = 2**20
-
-
-def product(folder: Path, weights: np.ndarray, *, external: bool = True, activation_bytes: int | None = 0) -> Path:
-    """y = x @ weights as a graph under its sha256, its weights beside it under theirs."""
-    tensor = onnx.numpy_helper.from_array(weights, "w")
-    if external:
-        payload = tensor.raw_data
-        location = hashlib.sha256(payload).hexdigest()
-        (folder / location).write_bytes(payload)
-        tensor.ClearField("raw_data")
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        tensor.external_data.add(key="location", value=location)
-    value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "product",
-        [value("x", onnx.TensorProto.FLOAT, ["n", weights.shape[0]])],
-        [value("y", onnx.TensorProto.FLOAT, ["n", weights.shape[1]])],
-        [tensor],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    if activation_bytes is not None:
-        facts = {"weight_bytes": str(weights.nbytes), "activation_bytes": str(activation_bytes)}
-        onnx.helper.set_model_props(model, facts)
-    payload = model.SerializeToString()
-    path = folder / hashlib.sha256(payload).hexdigest()
-    path.write_bytes(payload)
-    return path
 
 
 @pytest.fixture
@@ -220,21 +191,3 @@ def test_with_plenty_of_room_freed_memory_is_kept_until_the_room_is_needed(budge
     kept, beside, after = (float(word) for word in done.stdout.split())
     assert min(kept, beside) > 0.9 if stays else max(kept, beside) < 0.1
     assert after < 0.1
-
-
-def test_graphs_run_on_a_gpu_within_the_engines_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime is asked for CUDA first, with each session's arena within the room. It has none: the CPU answers."""
-    weights, asked = np.arange(12, dtype=np.float32).reshape(3, 4), []
-    graph, make = product(tmp_path, weights), onnx_engine.onnx_session.session
-
-    def session(path: Path, options: object, providers: object) -> object:
-        asked.append(providers)
-        return make(path, options)
-
-    monkeypatch.setattr(onnx_engine.ort, "get_available_providers", lambda: [onnx_engine.CUDA, "CPUExecutionProvider"])
-    monkeypatch.setattr(onnx_engine.onnx_session, "session", session)
-    made = OnnxEngine(500 * MB, base_bytes=100 * MB)
-    np.testing.assert_array_equal(made.run(graph, np.eye(3, dtype=np.float32)), weights)
-    assert made.note == "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor"
-    ((name, limits), last) = asked[0]
-    assert (name, limits["gpu_mem_limit"], last) == (onnx_engine.CUDA, str(400 * MB), "CPUExecutionProvider")

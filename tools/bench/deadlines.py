@@ -11,6 +11,7 @@ between boards, as tasks are all alike; `planned` trains with methods where ther
 Rules under one governor are compared by waiting. Between governors waiting is no cost of its own: one that slows a
 board down until the deadline leaves little time to wait, and can still take more joules and longer rounds. So the
 coordinator's rule with our governor is judged by joules and seconds a round, beside the paper's rule and governor.
+Joules are those of the boards whose idle power is known: what the others draw while they wait nobody knows.
 """
 
 from __future__ import annotations
@@ -158,8 +159,9 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
                 tally.in_time += sum(at_s <= current.limit_s for at_s in current.came_s)
                 tally.waiting_s += sum(now_s - at_s for at_s in current.came_s)
                 for device, update in state.answered.items():
-                    idle_s = now_s - current.began_s - update.usage.wall_s
-                    tally.joules += (update.usage.energy_j or 0.0) + (boards[device].device.idle_w or 0.0) * idle_s
+                    idle_w, idle_s = boards[device].device.idle_w, now_s - current.began_s - update.usage.wall_s
+                    if idle_w is not None:
+                        tally.joules += (update.usage.energy_j or 0.0) + idle_w * idle_s
                 tally.lasted_s += now_s - current.began_s
             case _:
                 pass
@@ -256,5 +258,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         "    the paper's boards slow down until the deadline, ours end early and wait at idle power, part of J/round",
     ]
     rests = ", ".join(f"{name} {kind}" for name, kind in result["boards"].items())
+    if dark := [name for name in result["boards"] if SimulatedDevice.named(name).idle_w is None]:
+        told.append(f"    J/round without {', '.join(dark)}, of whose idle power nothing is known")
     told += ["", *planned.lines(result["training"]), ""]
     return [*told, *figure_lines(result), f"    numbers of the profiles: {rests}"]

@@ -1,4 +1,4 @@
-"""The governor on a board whose physics is not its model: a profile is recorded, then tasks are worked for.
+"""The governor on boards whose physics is not its model: a profile is recorded, then tasks are worked for.
 
 The board is recorded as `fedquilt record` does it, at twelve points, with NOISE on all that is measured. Then it works
 for tasks of one kind, of unequal size, with deadlines between tight and ample, under the agent's own power management
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -22,7 +23,9 @@ from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.power.task_power import Pacer
 from fedquilt.profiles import Board
 from fedquilt.tools.bench.physics import Engine, Physics
+from fedquilt.tools.bench.physics_tables import Tabled
 from fedquilt.tools.board import measure, record
+from fedquilt.tools.report.figures import figure
 
 NOISE: Final = 0.05  # of each time and power that is measured, log-normal
 SIZES_S: Final = (20.0, 60.0)  # of a task at the fastest point
@@ -32,7 +35,7 @@ TOLD: Final = 0.025  # share of a task after which its process tells how far it 
 TRAINING: Final = 10  # tasks before what is judged
 FIRST: Final = 2  # tasks that may be late in any case: nobody knows yet what they are
 POLICIES: Final[tuple[governor.Policy, ...]] = ("max", "paper", "board", "energy")
-SEEDS, TASKS = (0, 1), 20
+SEEDS, TASKS = tuple(range(20)), 20
 
 
 class Law(Protocol):
@@ -252,6 +255,9 @@ def errors(case: Case, points: Sequence[OperatingPoint], state: Learned, work: W
     return math.fsum(time) / len(time), math.fsum(power) / len(power)
 
 
+LAWS: Final[Mapping[str, Law]] = {"voltage floor": Physics(), "voltage tables": Tabled()}
+
+
 def judge(
     case: Case, seeds: Sequence[int] = SEEDS, count: int = TASKS, policies: Sequence[governor.Policy] = POLICIES
 ) -> dict[str, Any]:
@@ -281,14 +287,14 @@ def judge(
         "above_optimum_percent": {name: round(100 * (joules[name] / joules["optimum"] - 1), 2) for name in policies},
         "late_percent": {name: round(100 * late[name] / judged, 2) for name in policies},
         "late_of_the_first": first,
-        "time_error_percent": round(100 * math.fsum(time) / len(time), 2),
-        "power_error_percent": round(100 * math.fsum(power) / len(power), 2),
+        "time_error_percent": round(100 * statistics.fmean(time), 2),
+        "power_error_percent": round(100 * statistics.fmean(power), 2),
+        "power_errors_percent": [round(100 * each, 2) for each in power],  # by seed
     }
 
 
-def cases(law: Law | None = None) -> list[Case]:
+def cases(board: Law) -> list[Case]:
     """Kinds of tasks: like what was recorded, waiting for memory, on the CPU, and on a GPU that was not recorded."""
-    board: Law = Physics() if law is None else law
     return [
         Case("GPU, as recorded", board, "cuda", "cuda", 0.0005),
         Case("GPU, waits for memory", board, "cuda", "cuda", 0.1),
@@ -297,23 +303,46 @@ def cases(law: Law | None = None) -> list[Case]:
     ]
 
 
-def whole(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """All kinds of tasks together, per cent: joules of `energy` above the optimum's, most late tasks, mean errors."""
+def whole(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All kinds of tasks together, per cent: joules of `energy` above the optimum's, most late tasks, mean errors.
+
+    `power_error_sure` is the standard error of the mean error of power, over seeds; None: of one seed nobody knows.
+    """
     ours, least = (math.fsum(row["joules"][name] for row in rows) for name in ("energy", "optimum"))
+    seeds = [statistics.fmean(each) for each in zip(*(row["power_errors_percent"] for row in rows), strict=True)]
     return {
         "above_optimum": round(100 * (ours / least - 1), 2),
         "late": max(row["late_percent"]["energy"] for row in rows),
         "time_error": round(math.fsum(row["time_error_percent"] for row in rows) / len(rows), 2),
         "power_error": round(math.fsum(row["power_error_percent"] for row in rows) / len(rows), 2),
+        "power_error_sure": round(statistics.stdev(seeds) / math.sqrt(len(seeds)), 2) if len(seeds) > 1 else None,
     }
 
 
-def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rows for people."""
+def on_every_law(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+    """All kinds of tasks on every physics: rows, and what they come to together."""
+    rows = {name: [judge(case, seeds) for case in cases(law)] for name, law in LAWS.items()}
+    return {name: {"rows": each, "whole": whole(each)} for name, each in rows.items()}
+
+
+def figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Bars of each physics, none of which is the governor's own model."""
+    bars = {"joules above the optimum": "above_optimum", "tasks late": "late", "time off": "time_error"}
+    most = {"above_optimum": 3.0, "late": 2.0, "time_error": 10.0, "power_error": 6.0}
+    return {
+        f"{name}, {law}": figure(each["whole"][key], most[key], "%")
+        for law, each in found.items()
+        for name, key in {**bars, "power off": "power_error"}.items()
+    }
+
+
+def lines(law: str, found: Mapping[str, Any]) -> list[str]:
+    """The rows of one physics for people."""
+    rows, sure = found["rows"], found["whole"]["power_error_sure"]
     first = rows[0]
     text = [
-        f"boards whose physics is not the governor's model: {first['tasks']} tasks of each kind, 12 points recorded, "
-        f"errors of {100 * NOISE:.0f} %",
+        f"physics that is not the governor's model, {law}: {first['tasks']} tasks of each kind, 12 points recorded,",
+        f"errors of {100 * NOISE:.0f} %; standard error of power off, all kinds together: {sure} %",
         f"joules above the optimum's from task {TRAINING + 1} on, and late tasks from task {FIRST + 1} on, %:",
         f"{'':24} {'max':>7} {'paper':>7} {'board':>7} {'ours':>7}   {'late: paper':>11} {'board':>6} {'ours':>6}"
         f"   {'time off':>8} {'power off':>9}",

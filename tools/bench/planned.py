@@ -39,7 +39,7 @@ from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.simulation.carriers import in_process
 from fedquilt.tools.simulation.simulated_job import Simulation
 
-BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx")  # idle powers are known
+BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-orin-nano", "jetson-orin-nx")  # idle powers are known: _idle_w
 DEVICES, ROUNDS, EPOCHS = 8, 30, 4
 SEEDS: Final = (0, 1, 2)
 SCALE: Final = 4e5
@@ -144,7 +144,7 @@ def play(job: settings.Job, folder: Path, home: Path) -> Result:
 
 def _result(job: settings.Job, facts: Sequence[AnyFact], accuracies: Mapping[int, float]) -> Result:
     """Costs of a run's rounds from its log."""
-    idle_w = {f"d{index}": make(board).idle_w or 0.0 for index, board in enumerate(job.fleet.boards)}
+    idle_w = {f"d{index}": _idle_w(make(board)) for index, board in enumerate(job.fleet.boards)}
     rounds: list[Round] = []
     answers: list[Answered] = []
     limit_s, in_time, tasks = 0.0, 0, 0
@@ -165,6 +165,13 @@ def _result(job: settings.Job, facts: Sequence[AnyFact], accuracies: Mapping[int
     return Result(rounds, in_time / tasks)
 
 
+def _idle_w(board: SimulatedDevice) -> float:
+    assert board.idle_w is not None, (
+        f"{board.board} waits at an unknown power: its joules until a round's end have none"
+    )
+    return board.idle_w
+
+
 def limit(job: settings.Job, folder: Path) -> energy_plan.Plan | None:
     """The cheapest round there is, for one who knows each board's own factor, keeps no reserve and meets no noise."""
     asks, known = energy_front.asked(job, folder, make)
@@ -178,8 +185,8 @@ def limit(job: settings.Job, folder: Path) -> energy_plan.Plan | None:
                 told_s = cost_model.seconds(work, point)
                 if told_s is not None and point.busy_w is not None:
                     took_s = told_s * board.factor
-                    found.append(energy_plan.Choice(took_s, (point.busy_w - (board.idle_w or 0.0)) * took_s, epochs))
-        own[device] = energy_plan.Board(tuple(found), examples, board.idle_w or 0.0)
+                    found.append(energy_plan.Choice(took_s, (point.busy_w - _idle_w(board)) * took_s, epochs))
+        own[device] = energy_plan.Board(tuple(found), examples, _idle_w(board))
         passes += ask.epochs * examples
     return energy_plan.least_joules(own, passes)
 

@@ -42,6 +42,7 @@ class Front:
     predicted: Plan | None  # the round as `deadline = "predicted"` has it; None: it predicts nothing
     kinds: Mapping[str, str]  # device -> board
     epochs: int  # of the job; 0: its method has the same of each board
+    dark: Sequence[str] = ()  # boards whose idle power is not known: joules are without their waiting
 
 
 def of_job(job: Job, folder: Path) -> Front:
@@ -70,6 +71,7 @@ def of_job(job: Job, folder: Path) -> Front:
         None if limit_s is None else _within(alike, limit_s),
         kinds,
         max(ask.epochs for ask in asks.values()),
+        sorted({ask.profile.board for ask in asks.values() if ask.profile and ask.profile.idle_w is None}),
     )
 
 
@@ -142,6 +144,7 @@ def table(found: Front) -> dict[str, Any]:
         "chosen": found.chosen._asdict(),
         "predicted": found.predicted and found.predicted._asdict(),
         "boards": dict(found.kinds),
+        "idle_power_unknown": list(found.dark),
     }
 
 
@@ -159,6 +162,7 @@ def lines(found: Front, job: Job) -> list[str]:
         rows = [row[:3] for row in rows]
     text = columns.table(rows, "<>>~" if found.epochs else "<>>")
     told = [f"{len(found.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
+    told += [f"without the waiting of {each}, whose idle power nobody knows" for each in found.dark]
     told.append(f'chosen: by deadline = "energy" and its bounds in [cohort]{_missed(found.chosen, job.cohort)}')
     told += ['predicted: by deadline = "predicted"'] if found.predicted else []
     if found.epochs:

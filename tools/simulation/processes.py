@@ -21,6 +21,7 @@ import msgspec
 from msgspec import structs
 
 from fedquilt.core import JobError
+from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.workers import KEPT, SINGLE, Answer, Done, PoolError, Setup, Work
@@ -144,7 +145,7 @@ class Processes:
         said = self._said.read_text(errors="replace").strip()
         words = f"it said: {said.splitlines()[-1][-500:] if said else '(nothing)'}"
         fewer = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
-        if budget.tells_of_memory(said):
+        if exhausted.tells_of_memory(said):
             return PoolError(f"a worker of the pool ran out of memory; {words}; give {fewer}")
         if TRACEBACK in said:
             return PoolError(f"a worker of the pool has ended; {words}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import Work
+from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.budget import Caution
 
@@ -182,8 +183,8 @@ def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
 )
 def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> None:
     """Texts as torch, CUDA, cuBLAS, cuDNN, Tegra's driver, ONNX Runtime and the C++ library print them."""
-    assert budget.tells_of_memory(text)
-    assert budget.is_of_memory(RuntimeError(text))
+    assert exhausted.tells_of_memory(text)
+    assert exhausted.is_of_memory(RuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -202,12 +203,12 @@ def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> Non
 )
 def test_other_errors_are_not_taken_for_want_of_memory(text: str) -> None:
     """Near misses: assertions, memory maps and drivers that fail otherwise."""
-    assert not budget.tells_of_memory(text)
-    assert not budget.is_of_memory(RuntimeError(text))
+    assert not exhausted.tells_of_memory(text)
+    assert not exhausted.is_of_memory(RuntimeError(text))
 
 
 def test_errors_are_also_known_by_type_and_number() -> None:
     """MemoryError needs no text; of the system's errors only ENOMEM counts, whatever the file is called."""
-    assert budget.is_of_memory(MemoryError())
-    assert budget.is_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not budget.is_of_memory(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))
+    assert exhausted.is_of_memory(MemoryError())
+    assert exhausted.is_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not exhausted.is_of_memory(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))

@@ -12,7 +12,7 @@ from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.tools.bench import energy
 
 
-def board(points: str, work: Work, rounds: int = 2) -> energy.Laden:
+def board(points: str, work: Work, rounds: int = 2, idle: str = "{ value = 1.0, source = 'made' }") -> energy.Laden:
     """A board that idles at 1 W, with "name speed watts" points, of the speeds that SCALE makes of it."""
     named = [line.split() for line in points.split(",")]
     text = "".join(
@@ -21,7 +21,7 @@ def board(points: str, work: Work, rounds: int = 2) -> energy.Laden:
         for name, speed, watts in named
     )
     head = "board = 'toy'\ntitle = 'toy'\nmemory_bytes = { value = 1e9, source = 'made' }\n"
-    head += "idle_w = { value = 1.0, source = 'made' }\n"
+    head += f"idle_w = {idle}\n" if idle else ""
     made = "[sources.made]\nprovenance = 'assumed'\ntext = 'made up for this test'\n"
     found = energy.Laden(SimulatedDevice(profiles.parse(head + made + text, "here")))
     found.tasks += [work] * rounds
@@ -45,6 +45,24 @@ def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.Laden])
     assert told["joules"]["fleet"]["max"] == 400 + 1000
     assert told["above_cheapest_percent"]["quick"] == 0.0
     assert set(told["late"].values()) == {0}
+
+
+def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[str, energy.Laden]) -> None:
+    """It takes 200 s, so rounds wait for it: 2 * (110 + 190) J at the quick board's fastest point. No sum has it."""
+    fleet["dark"] = board("only 0.5 5", Work(flops=100.0), idle="")
+    told = energy.replay(fleet)
+    assert set(told["joules"]) == set(told["saved_percent"]) == {"slow", "quick", "fleet"}
+    assert told["joules"]["quick"]["max"] == 600
+    assert told["joules"]["fleet"]["max"] == 600 + 2 * (500 + 100)
+    assert (told["round_s"], told["no_time_to_spare"]) == (200.0, ["dark"])
+    usages = {
+        name: {"dark": Usage(wall_s=60.0, energy_j=9.0), "slow": Usage(wall_s=20.0, energy_j=100.0)} for name in (0,)
+    }
+    found = energy.summary(
+        energy.Run(("a",), usages, {0: 50.0}, {0: 60.0}, {name: fleet[name] for name in ("dark", "slow")})
+    )
+    assert found["joules"] == {"slow": 130.0}
+    assert found["in_time"] == 0.5
 
 
 def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.Laden]) -> None:

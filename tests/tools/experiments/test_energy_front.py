@@ -95,6 +95,15 @@ def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
     assert "even:" not in text
 
 
+def test_boards_whose_idle_power_is_unknown_are_named_beside_the_joules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their waiting is in no sum: a reader has to know. Of boards that are all known nothing is said."""
+    assert main(["front", str(job(tmp_path, boards='"jetson-nano", "jetson-xavier-nx"'))]) == 0
+    assert "without the waiting of jetson-xavier-nx, whose idle power nobody knows" in capsys.readouterr().out
+    assert told(job(tmp_path), capsys)["idle_power_unknown"] == []
+
+
 def test_boards_without_known_joules_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

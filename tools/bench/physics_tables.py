@@ -1,4 +1,4 @@
-"""Simulated physics unlike the bench's and the governor's: tables of voltages, a smooth roofline, more watts.
+"""Simulated physics unlike `physics` and the governor's: tables of voltages, a smooth roofline, more watts.
 
 It shares no code with either. Numbers are made up, of the size of an AGX Orin's.
 """
@@ -20,15 +20,17 @@ GPU_V = [0.60, 0.60, 0.60, 0.60, 0.60, 0.63, 0.68, 0.74, 0.81, 0.89, 0.95]
 EMC = [665.6e6, 2133e6, 3199e6]
 
 
-class Other:
-    """The board."""
+class Tabled:
+    """A board with three clocks. `clocks`: axis -> hertz."""
 
     idle_w = 6.8
 
     def lists(self) -> dict[str, tuple[float, ...]]:
+        """Frequencies by axis, rising."""
         return {"cpu_hz": tuple(CPU), "gpu_hz": tuple(GPU), "emc_hz": tuple(EMC)}
 
     def top(self) -> dict[str, float]:
+        """Highest clocks."""
         return {"cpu_hz": CPU[-1], "gpu_hz": GPU[-1], "emc_hz": EMC[-1]}
 
     def _busy(self, work: Work, engine: Engine, clocks: Clocks) -> tuple[float, float, float, float]:
@@ -43,9 +45,11 @@ class Other:
         return host_s, shaders_s, memory_s, 0.6 * host_s + hidden_s
 
     def seconds(self, work: Work, engine: Engine, clocks: Clocks) -> float:
+        """Time of the work."""
         return self._busy(work, engine, clocks)[3]
 
     def watts(self, work: Work, engine: Engine, clocks: Clocks) -> float:
+        """Mean power of the whole board during the work."""
         cpu, gpu, emc = (clocks.get(axis) or hz for axis, hz in self.top().items())
         host_s, main_s, memory_s, all_s = self._busy(work, engine, clocks)
         cpu_v, gpu_v = CPU_V[CPU.index(cpu)], GPU_V[GPU.index(gpu)]
@@ -57,4 +61,5 @@ class Other:
         return 7.4 + cores_w + shaders_w + memory_w + 0.4 * cpu_v**2 + 1.6 * gpu_v**2
 
     def own_clocks(self, work: Work, engine: Engine) -> dict[str, float | None]:
-        return dict(self.top())  # its governors race
+        """Clocks that its own governors settle at: the highest."""
+        return dict(self.top())
