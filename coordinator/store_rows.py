@@ -49,7 +49,8 @@ def storing(home: Path) -> Iterator[None]:
             raise StoreError(
                 f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
             ) from None
-        raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
+        said = getattr(error, "strerror", None) or error
+        raise StoreError(f"cannot use the store {home}: {said}; is the disk full, or the folder not yours?") from None
 
 
 def served(home: Path, disk: Disk = PRIVATE) -> bool:
