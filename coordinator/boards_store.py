@@ -210,4 +210,7 @@ def _doing(home: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"cannot use {home / NAME}: {error}; no run depends on it, and it may be removed") from None
+        raise StoreError(
+            f"cannot use {home / NAME}: {error}; is the disk full, or the folder not yours? If it is damaged it may be "
+            "removed: no run depends on it"
+        ) from None

@@ -36,7 +36,7 @@ REASONS: Final[Mapping[str, str]] = {
     SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
 
-ABLE: Final = frozenset({"battery", "hot", "memory", "data", "method", BUSY, SHARE})
+ABLE: Final = frozenset({"flooding", "battery", "hot", "memory", "data", "method", BUSY, SHARE})
 """Reasons of devices that are there, and are spared."""
 
 

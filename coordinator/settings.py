@@ -378,7 +378,7 @@ def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if not isinstance(entry, dict):
             return entry
         return {
-            key: str((folder / value).resolve())
+            key: config.absolute(value, folder)
             if isinstance(value, str)
             and (key in ("path", "vocabulary") or (key in ("weights", "classes") and (folder / value).exists()))
             else (anchor(value) if key in ("sources", "text") else value)

@@ -56,8 +56,9 @@ class storing:
             place = self._home / "fedquilt.db"
             raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
         if isinstance(error, sqlite3.Error | OSError):
+            said = getattr(error, "strerror", None) or error
             raise StoreError(
-                f"cannot use the store {self._home}: {error}; is the disk full, or the folder not yours?"
+                f"cannot use the store {self._home}: {said}; is the disk full, or the folder not yours?"
             ) from None
 
 

@@ -197,7 +197,8 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     ):
         if size is not None:
             try:
-                size_bytes(size)
+                if size_bytes(size) == 0 and key != "cache":
+                    raise JobError(f"{size!r} leaves a task no memory: write more")
             except JobError as error:
                 raise JobError(f"{key}: {error}") from None
     return settings
@@ -225,4 +226,4 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _anchor(table: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    return {k: str((folder / v).resolve()) if k in keys and isinstance(v, str) else v for k, v in table.items()}
+    return {k: config.absolute(v, folder) if k in keys and isinstance(v, str) else v for k, v in table.items()}

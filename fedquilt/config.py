@@ -49,11 +49,23 @@ def read(path: Path) -> dict[str, Any]:
         JobError: unreadable, or not TOML.
     """
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
         raise JobError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not TOML: {error}") from None
+
+
+def absolute(path: str, folder: Path) -> str:
+    """A path of a settings file as an absolute one; a relative one begins at the file's `folder`.
+
+    Raises:
+        JobError: no file can have this path: it holds a NUL, or links that lead in a circle.
+    """
+    try:
+        return str((folder / path).resolve())
+    except (ValueError, RuntimeError, OSError) as error:
+        raise JobError(f"{path!r} is no path of a file or folder ({error}): write another one") from None
 
 
 def parse(text: str, where: str) -> dict[str, Any]:

@@ -53,6 +53,7 @@ MORE = (
     "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
     "--agents-only`"
 )
+BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
 class Waiting:
@@ -87,6 +88,11 @@ class Contact:
     def __init__(self) -> None:
         self._connected: bool | None = None  # None: not tested yet
         self._session = 0
+
+    @property
+    def away(self) -> bool:
+        """Whether the broker was away when the link was last looked at."""
+        return self._connected is False
 
     def line(self, connected: bool, session: int) -> str | None:
         """Line to print now; None: nothing has changed. A link that is up at the first test is not reported.
@@ -178,9 +184,10 @@ class Console:
         for job in jobs:
             able = server.registry.able(job.engines, now_s)
             whom = log.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
-            line = self._waiting[job.id].line(whom, now_s)
+            away = whom is not None and self._contact.away  # who is online is not known then
+            line = self._waiting[job.id].line("its broker, which cannot be reached" if away else whom, now_s)
             if line is not None:
-                self.say(f"{job.id}: {line}" if self._named else line, self._mend)
+                self.say(f"{job.id}: {line}" if self._named else line, BROKER if away else self._mend)
 
     def _status(self, job: Running) -> None:
         self.status(lambda: f"{job.id}: {log.status(job.rounds)}")

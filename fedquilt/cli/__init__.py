@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from fedquilt import extras, threads
-from fedquilt.core import FedquiltError, JobError, StoreError
+from fedquilt.core import FedquiltError, JobError, MemoryBudgetError, StoreError
 
 COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
 
@@ -68,8 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        print(f"fedquilt: {error.strerror}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        where = f": {error.filename}" if error.filename else ""
+        mend = "; check its folder, its owner and the disk" if error.filename else ""
+        print(f"fedquilt: {error.strerror}{where}{mend}", file=sys.stderr)
         return StoreError.exit_code
+    except MemoryError as error:
+        print(f"fedquilt: this machine's memory is not enough{f': {error}' if str(error) else ''}", file=sys.stderr)
+        return MemoryBudgetError.exit_code
     except Ended as ended:  # in good order by now; whoever sent the signal sees that it was followed
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)

@@ -88,8 +88,11 @@ def link_to(broker: Broker, say: Callable[[str], None]) -> tuple[Any, Any]:
     return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
 
 
-def follow(home: Path, broker: Broker, blobs: Blobs, store: Any, id: str) -> int:
-    """Run a job to its end: here, unless a coordinator serves this home already; returns the exit code.
+def follow(home: Path, broker: Broker, blobs: Blobs, store: Any, submit: Callable[[], str]) -> int:
+    """Submit a job and run it to its end: here, unless a coordinator serves this home already; returns the exit code.
+
+    Who runs it is settled before `submit` returns its id: a coordinator that ends over the job, for a full disk say,
+    does not make this process the next one, at a broker that nobody named.
 
     Raises:
         JobError: places of blobs are wrong.
@@ -97,8 +100,9 @@ def follow(home: Path, broker: Broker, blobs: Blobs, store: Any, id: str) -> int
     from fedquilt.coordinator.views import terminal
 
     where = blobs.where(broker.ca)
+    here, id = store.lock(), submit()
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
-    if store.lock():
+    if here:
         console = terminal.Console(wordy=wordy() > 0)
         link, identity = link_to(broker, console.say)
         link.connect(timeout_s=5.0)

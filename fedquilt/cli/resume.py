@@ -18,4 +18,4 @@ def resume(run: str, home: Path, blobs: options.Blobs, broker: options.Broker) -
     from fedquilt.coordinator import requests
 
     with homes.existing(home) as store:
-        return homes.follow(home, broker, blobs, store, requests.resume(store, run).id)
+        return homes.follow(home, broker, blobs, store, lambda: requests.resume(store, run).id)

@@ -63,14 +63,19 @@ def run(
         if id is not None and store.status(id) == ARMED:
             print(f"{id} is armed already (--new arms another one)")
             return 0
-        if id is not None and read.trigger is None:
-            print(f"continuing {id}, which is unfinished (--new begins anew)")
-            store.set_status(id, "running")
-        else:
+        if id is None or read.trigger is not None:
             preflight.require_made_for(read, made)
             preflight.first_state(read, made)
-            id = store.add(read, folder.resolve())
         if read.trigger is not None:
+            id = store.add(read, folder.resolve())
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
             return 0
-        return homes.follow(home, broker, blobs, store, id)
+
+        def submit() -> str:
+            if id is None:
+                return store.add(read, folder.resolve())
+            print(f"continuing {id}, which is unfinished (--new begins anew)")
+            store.set_status(id, "running")
+            return id
+
+        return homes.follow(home, broker, blobs, store, submit)

@@ -142,9 +142,6 @@ def _parts(
     """Places in `used` of each of these shares, ascending: for training, and held out. A share may be empty."""
     from fedquilt.data import partition
 
-    for share in shares:
-        if share >= spec.shares:
-            raise DataError(f"[data] share {share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
     y = _kinds(reader, used, spec)
     found = []
     owner = None if reader.owner is None else reader.owner[used]

@@ -71,7 +71,7 @@ def shares(
             found |= dict.fromkeys(mine, members)
             continue
         seed = derive_seed("group", spec.seed, number) if spec.groups else spec.seed
-        owner = owners[spec.partition](y[members], msgspec.structs.replace(spec, shares=len(team), seed=seed))
+        owner = owners[spec.partition](y[members], msgspec.structs.replace(spec, share=0, shares=len(team), seed=seed))
         found |= {share: members[owner == share - team.start] for share in mine}
     return [found[share] for share in wanted]
 
@@ -174,8 +174,8 @@ def _dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
         for member in members:
             drawn = rng.standard_gamma(spec.alpha, spec.shares)
             total = float(drawn.sum())
-            # a tiny alpha can draw nothing but zeros: then the class is split evenly
-            proportions = drawn / total if total > 0 else np.full(spec.shares, 1 / spec.shares)
+            # a tiny alpha can draw nothing but zeros: then one device has the class, as alpha towards 0 has it
+            proportions = drawn / total if total > 0 else np.eye(spec.shares)[rng.integers(spec.shares)]
             ends = np.rint(np.cumsum(proportions)[:-1] * len(member)).astype(int)
             owner[member] = np.searchsorted(ends, np.arange(len(member)), side="right")
         if np.bincount(owner, minlength=spec.shares).min() >= spec.min_size:

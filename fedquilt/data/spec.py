@@ -114,6 +114,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 continue
             if given != ["path"] and getattr(self, name) not in ("", "auto", 0):
                 raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
+        if self.share >= self.shares:
+            raise ValueError(f"share {self.share} of {self.shares}: shares are counted from 0 to {self.shares - 1}")
         if self.synthetic and self.size:
             raise ValueError("size is for images, not for synthetic points")
         if self.limit and self.per_class:

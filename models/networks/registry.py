@@ -138,7 +138,7 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
     if network.get("name") == "exits":
         return input_shape(network["of"])
     raise ModelError(
-        f"network {network.get('name')!r}: give it an `input` with channels and size, or the keys steps and channels, "
+        f"network {network.get('name')!r}: give it an [input] with channels and size, or the keys steps and channels, "
         "or `inputs`, an example's values"
     )
 

@@ -113,6 +113,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
             "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
             ("budgett", "keys of an agent's settings: device, home", "did you mean 'budget'?"),
         ),
+        ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves a task no memory",)),
         (
             "device = 'd'\nhome = 'h'\nbudget = '1 parsec'",
             ("budget: '1 parsec' is no size", "512MB", "units are B, kB, MB, GB, TB, KiB"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -151,3 +152,26 @@ def test_a_boards_settings_are_refused_in_the_same_words(keys: dict[str, object]
         agent.parse({"device": "a", "home": "h", **keys})
     assert said in str(caught.value)
     assert not set("`$") & set(str(caught.value))
+
+
+def test_a_file_that_a_windows_editor_has_saved_is_read(tmp_path: Path) -> None:
+    """Such a file begins with a byte order mark."""
+    file = tmp_path / "job.toml"
+    file.write_bytes(b"\xef\xbb\xbfname = 'a'\n")
+    assert config.read(file) == {"name": "a"}
+
+
+@pytest.mark.parametrize("path", ["a\0b", "loop"])
+def test_a_path_that_no_file_can_have_is_refused_by_name(tmp_path: Path, path: str) -> None:
+    """In a job as in a board's settings: the first has a NUL, the second is a link to itself."""
+    (tmp_path / "loop").symlink_to("loop")
+    for read, text in (
+        (settings.load, "name = 'a'\nmethod = 'fedavg'\n[data]\n"),
+        (agent.load, "device = 'a'\nhome = 'h'\n[broker]\nurl = 'mqtt://b'\n[data]\n"),
+    ):
+        (tmp_path / "it.toml").write_text(f'{text}path = "{path.replace(chr(0), chr(92) + "u0000")}"\n')
+        if path == "loop" and sys.version_info >= (3, 13):
+            assert read(tmp_path / "it.toml")  # resolved as it stands, and refused when it is read
+            continue
+        with pytest.raises(JobError, match=r"it\.toml: .* is no path of a file or folder"):
+            read(tmp_path / "it.toml")

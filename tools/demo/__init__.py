@@ -48,6 +48,9 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
 
     Returns:
         0, or 8 if the run has failed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM has come before the run was done.
     """
     began_s = time.monotonic()
     # a folder for each run: what boards have cached from an earlier one would change what is measured
@@ -58,6 +61,8 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     if text:
         print("\n".join(_opening(plan, members, test)), flush=True)
     run, status = agents.really(plan, None, console=None if wordy or not text else live, wordy=wordy)
+    if status == "running":  # Ctrl-C ended its coordinator in good order
+        raise KeyboardInterrupt
     if status != "done":
         return 8
     with Store(plan.home) as store:

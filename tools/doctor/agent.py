@@ -159,7 +159,7 @@ def examples(settings: AgentSettings, path: Path) -> Finding | None:
     places = [Path(place) for place, fetched in sources if place and not fetched]
     for place in places:
         if not os.access(place, os.R_OK):
-            said = "cannot be read by this user" if sysfs.hidden(place) else "is not there"
+            said = "cannot be read by this user" if sysfs.hidden(place) else "are not there"
             return error("FQ309", f"the examples at {place} {said} ([data] of {path})", f"ls -ld {place}")
         if _empty(place):
             return error(

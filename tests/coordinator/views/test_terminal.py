@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -64,6 +66,39 @@ def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
     assert told == [None, None, lost, None, again, again]
     daemon = Contact()
     assert [daemon.line(*now) for now in ((False, 0), (True, 1), (True, 1))] == [None, "connected to the broker", None]
+
+
+def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who is online is not known then; the command that finds out why is named."""
+
+    class Link:
+        connected, session = False, 0
+
+    class Registry:
+        def able(self, engines: Sequence[str], now_s: float) -> dict[str, float]:
+            return {}
+
+    class Job:
+        id, engines, rounds = "digits-1", ("torch",), begun(Cohort())
+
+    class Server:
+        registry = Registry()
+
+        def jobs(self) -> list[Job]:
+            return [Job()]
+
+        def elsewhere(self, job: str) -> frozenset[str]:
+            return frozenset()
+
+    now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
+    console = Console(clock=lambda: next(now_s))
+    for link in (Link(), Link()):
+        console.contact(link)  # type: ignore[arg-type]
+        console.wait(Server())  # type: ignore[arg-type]
+    told = capsys.readouterr().out
+    assert "waiting for its broker, which cannot be reached" in told
+    assert "fedquilt doctor" in told
+    assert "start more" not in told
 
 
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from job_facts import BLOB, update
 
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -25,7 +28,8 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.rounds import decide, survey
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.coordinator.views import why
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import log, why
 from fedquilt.core import JobError
 
 PLAN = Plan(0, 100, Cohort(size=2), 0)
@@ -215,3 +219,16 @@ def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
         why.lines(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
         why.lines(found, device="z")
+
+
+def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) -> None:
+    """They are set aside for ten minutes, and `devices` shows them as online too."""
+    with Store(tmp_path) as store:
+        id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        assert store.lock()
+        store.set_status(id, "running")
+        for fact in (Started(BLOB), Surveyed(0, (), {"flooding": ("a", "b")}, {})):
+            store.append(id, fact)
+        said = log.waits(store.job(id), store)
+    assert said is not None
+    assert "2 online, 2 not eligible (flooding)" in said

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import bundle, config, methods, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started, Surveyed
@@ -341,3 +341,29 @@ def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=buffered)
         os.close(write)
         assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (MemoryError("Unable to allocate 46.6 TiB"), 7, "this machine's memory is not enough: Unable to allocate 46.6"),
+        (
+            PermissionError(13, "Permission denied", "x.toml"),
+            6,
+            "Permission denied: x.toml; check its folder, its owner",
+        ),
+    ],
+)
+def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, said: str
+) -> None:
+    """No traceback, wherever it is raised."""
+
+    def fail(path: Path) -> None:
+        raise raised
+
+    monkeypatch.setattr(config, "read", fail)
+    ended, told = failed(capsys, "prepare", "x.toml")
+    assert ended == code
+    assert told.startswith(f"fedquilt: {said}")
+    assert len(told.splitlines()) == 1

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import main
+from fedquilt.cli import homes, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views.terminal import UnservedError
 
 
 @pytest.fixture
@@ -60,3 +61,26 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: 
         assert said[0].startswith(run)
         assert said[1].startswith(f"--blobs-http has no effect: a coordinator serves {tmp_path}")
         assert serving.status(run) == "running"
+
+
+def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_submitted_it(tmp_path: Path) -> None:
+    """The job would go to the default broker, which nobody named, and without certificates."""
+    nowhere = options.Broker("mqtt://127.0.0.1:1", None, None, None, None, "fleet")
+    with Store(tmp_path) as serving, Store(tmp_path) as store:
+        assert serving.lock()
+
+        def submit() -> str:
+            id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+            serving.close()
+            return id
+
+        with pytest.raises(UnservedError, match="no coordinator serves"):
+            homes.follow(tmp_path, nowhere, options.Blobs(None, None, None), store, submit)
+
+
+def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
+    tmp_path: Path, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the broker that its options name."""
+    assert main(["resume", run, "--home", str(tmp_path), "--broker", "mqtt://127.0.0.1:1"]) == 5
+    assert "nothing listens at mqtt://127.0.0.1:1" in capsys.readouterr().err

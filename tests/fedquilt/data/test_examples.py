@@ -14,7 +14,7 @@ import pytest
 from example_files import needs_torchvision, rows_of
 
 from fedquilt import tensors
-from fedquilt.core import DataError
+from fedquilt.core import DataError, JobError
 from fedquilt.data import examples as data
 from fedquilt.data import partition, readers
 from fedquilt.data.spec import DataSpec
@@ -298,14 +298,19 @@ def test_a_damaged_npz_is_refused(tmp_path: Path):
 
 
 def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
-    """Nothing at the path; nothing in the share; a share that does not exist."""
+    """Nothing at the path; nothing in the share."""
     with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
         data.load(DataSpec(str(tmp_path / "nowhere")))
     path = str(small(tmp_path / "a.npz"))
     with pytest.raises(DataError, match=r"a\.npz: share 20 of 21 \('iid'\) is empty, of 20 examples: have fewer"):
         data.load(DataSpec(path, partition="iid", share=20, shares=21))
-    with pytest.raises(DataError, match="share 4 of 4: shares are counted from 0 to 3"):
-        data.load(DataSpec(path, partition="iid", share=4, shares=4))
+
+
+def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read() -> None:
+    """A board whose last share is counted from 1 would decline every task."""
+    with pytest.raises(JobError, match=r"\[data\]: share 4 of 4: shares are counted from 0 to 3"):
+        DataSpec.parse({"path": "-", "partition": "iid", "share": 4, "shares": 4})
+    assert DataSpec.parse({"path": "-", "share": 3, "shares": 4}).share == 3
 
 
 @pytest.mark.parametrize("wrong", [{"held": 1.0}, {"partition": "even"}, {"shares": 0}, {"alpha": 0}, {"sead": 1}])

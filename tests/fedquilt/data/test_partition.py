@@ -18,6 +18,14 @@ def kinds(y: np.ndarray, owned: np.ndarray) -> set[int]:
     return set(y[owned].tolist())
 
 
+def test_a_tiny_alpha_leaves_each_class_to_one_device() -> None:
+    """Gamma draws of such an alpha are all 0 in floats; alpha towards 0 has each class on one device."""
+    spec = DataSpec("-", partition="dirichlet", alpha=1e-300, shares=4)
+    owned = partition.shares(TEN, spec)
+    assert [sum(int(k in kinds(TEN, own)) for own in owned) for k in range(10)] == [1] * 10
+    assert sorted(np.concatenate(owned)) == list(range(300))
+
+
 # -- shards ---------------------------------------------------------------------------------------
 
 

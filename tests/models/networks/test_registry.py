@@ -72,7 +72,7 @@ def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
 
 def test_a_table_that_does_not_say_its_input_is_refused() -> None:
     """A residual net takes any size: which one is not to be guessed."""
-    with pytest.raises(ModelError, match="'residual': give it an `input`"):
+    with pytest.raises(ModelError, match=r"'residual': give it an \[input\] with"):
         registry.input_shape({"name": "residual", "channels": 1, "classes": 2})
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fedquilt.cli import main
 from fedquilt.tools import demo
 from fedquilt.tools.demo.compared import Network
 from fedquilt.tools.demo.live import Live, bold
@@ -161,3 +162,13 @@ def test_emphasis_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None
         assert bold("a") == "a"
         monkeypatch.undo()
     os.close(main)
+
+
+def test_a_demo_that_is_interrupted_ends_as_any_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 130: 8 is for a job that has failed."""
+    monkeypatch.setattr(demo.agents, "really", lambda *plan, **how: ("digits", "running"))
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    monkeypatch.setattr(demo.agents, "really", lambda *plan, **how: ("digits", "failed"))
+    assert main(["demo", "--out", str(tmp_path)]) == 8
