@@ -176,7 +176,8 @@ class Server:
                 else:
                     self._stray(admission.Claimed(device, message), now_s)
             case Update():
-                told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
+                own = message.layouts or message.boards  # what is not kept, and what its device does not say
+                told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.offered(device, message, told, now_s)
                 else:

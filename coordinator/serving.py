@@ -193,7 +193,8 @@ class Serving:
 
     def offered(self, device: str, update: Update, told: Update, now_s: float) -> None:
         """A device has an update of this job; `told` is what is kept of the message."""
-        self.happened(admission.Offered(device, told, unfit=self.job.unfit(update)), now_s)
+        unfit = self.job.unfit(update, self._desk.registry.profile_of(device))
+        self.happened(admission.Offered(device, told, unfit=unfit), now_s)
 
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
