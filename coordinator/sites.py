@@ -27,6 +27,7 @@ from fedquilt.coordinator import checks, passed
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import (
     Artefact,
+    BlobRef,
     Contribution,
     DeviceView,
     Expected,
@@ -48,7 +49,10 @@ from fedquilt.core import (
 STATE: Final = "state"  # bundle of a site's task
 NOTHING: Final = np.zeros(0, np.uint8)
 
+FILE: Final = "file "  # before the name of a file of the job's bundle, as a bundle of a site's task
+
 Half: TypeAlias = Method | Settle
+Around: TypeAlias = Callable[[Method, Job, Mapping[str, BlobRef]], Method]
 
 
 def packed(value: Any) -> np.ndarray:
@@ -76,24 +80,27 @@ def sums(half: Half) -> type | None:
 # -- above ----------------------------------------------------------------------------------------
 
 
-def above(method: Method, job: Job) -> Method:
+def above(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
     """The method for a coordinator that may have sites among its devices.
 
     Args:
         method: the job's.
         job: its settings, which go to sites.
+        files: of its bundle; those that a state names go with it.
     """
     params = {"job": msgspec.to_builtins(job)}
     settle = method.settle
     if settle is not None:
         order = {**params, "settling": True}
-        settle = replace(settle, send=_sending(settle.send, order), fold=_folding(settle))
-    return replace(method, send=_sending(method.send, params), fold=_folding(method), settle=settle)
+        settle = replace(settle, send=_sending(settle.send, order, files), fold=_folding(settle))
+    return replace(method, send=_sending(method.send, params, files), fold=_folding(method), settle=settle)
 
 
-def _sending(plain: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[Any, DeviceView], Order | None]:
+def _sending(
+    plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
+) -> Callable[[Any, DeviceView], Order | None]:
     common = alike(plain)
-    latest: list[tuple[Any, Mapping[str, Tensors]]] = []  # the state sent last, packed once for all sites
+    latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
 
     @functools.wraps(plain)
     def send(state: Any, view: DeviceView) -> Order | None:
@@ -101,10 +108,17 @@ def _sending(plain: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[
         if not _boards(view):
             return order
         if not latest or latest[0][0] is not state:
-            latest[:] = [(state, {STATE: {"packed": packed(state)}})]
+            latest[:] = [(state, _state(state, files))]
         return replace(order or Order({}, {}), params=params, bundles=latest[0][1])
 
     return send if common is None else same_for(lambda view: (_boards(view) > 0, common(view)))(send)
+
+
+def _state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
+    """A state as the bundles of a site's task, with the files that it names, as its orders may."""
+    arrays, skeleton = tensors.parts(state)
+    named = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
+    return {STATE: {"packed": np.frombuffer(tensors.encode(arrays, skeleton), np.uint8)}, **named}
 
 
 def _folding(half: Half) -> Callable[..., Any]:
@@ -169,8 +183,8 @@ class Given:
     sent: tuple[Sent, ...] = ()  # updates that are passed up, in the order of devices
 
 
-def below(method: Method, job: Job) -> Method:
-    """The method for a site: rounds of a job's method that end with their sum, or their updates."""
+def below(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
+    """The method for a site: rounds of a job's method that end with their sum, or their updates; as of `above`."""
     known: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
 
     def of(state: Given) -> Any:

@@ -128,19 +128,32 @@ def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_
         assert sum(isinstance(fact, Committed) for fact in below) == 3
 
 
-def test_a_method_that_does_not_add_up_has_nothing_for_a_site(tmp_path: Path) -> None:
-    """The rounds of Krum are made of the boards that are no site's."""
-    table = {"params": {"lr": 0.2, "rule": "median"}, "cohort": {"start_devices": 4, "min_devices": 3}}
-    with federation(plan(tmp_path, "robust", **table), (3,)) as made:
-        assert made.play() == "done"
-        declined = {fact.device: fact.reason for fact in made.facts if isinstance(fact, Declined)}
-        assert declined == {"site-0": "the method has nothing for it now"}
-        assert "site-0" not in {fact.update.device for fact in made.facts if isinstance(fact, Answered)}
+def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tuple[list[bytes], list[dict[str, float]]]:
+    """States after every round, and the rounds' evaluations."""
+    table = {"cohort": {"start_devices": waits}, "check": {"every": 1}, "wire": {"codec": codec}}
+    with federation(plan(folder, **table), split) as made:
+        assert made.play() == "done", made.facts[-1]
+        committed = [fact for fact in made.facts if isinstance(fact, Committed)]
+        return made.states, [
+            {name: value for name, value in fact.metrics.items() if name.startswith("check.")} for fact in committed
+        ]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, codec: str) -> None:
+    """As boards of one coordinator do: the closing evaluation too, which trains nobody."""
+    states, flat = checked(tmp_path / "flat", (), 6, codec)
+    assert len(flat) == 4
+    assert all({"check.accuracy", "check.examples"} <= each.keys() for each in flat)
+    below, sited = checked(tmp_path / "sited", (3, 2), 3, codec)
+    assert below == states
+    for one, other in zip(flat, sited, strict=True):
+        assert other == pytest.approx(one, rel=1e-12)
 
 
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
     """No state has come for it from above."""
     job = settings.parse({"name": "own", "method": "fedavg"})
-    below = sites.below(methods.load("fedavg"), job)
+    below = sites.below(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):
         below.send(sites.Given(sites.NOTHING, sites.NOTHING), DeviceView("a", None))

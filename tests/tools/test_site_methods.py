@@ -41,5 +41,5 @@ def test_the_bits_of_every_method_are_those_of_one_coordinator(name: str, tmp_pa
     """Sites of two boards and of one, and a board of the coordinator's own."""
     flat, _ = played(name, tmp_path / "flat", ())
     sited, _ = played(name, tmp_path / "sited", (2, 1))
-    assert len(flat) >= 3
+    assert len(flat) == len(set(flat)) >= 2
     assert flat == sited

@@ -8,6 +8,7 @@ and gives an answer again that was lost.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ import numpy as np
 from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import facts, passed, rounds, settings, sites
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
@@ -103,6 +105,8 @@ class _Log:
                     self.updates[fact.update.device] = fact.update
                 case facts.Lost():
                     self.updates.pop(fact.device, None)
+                case facts.Declined(code=code) if code == NOTHING:
+                    continue
                 case facts.Declined() | facts.Rejected():
                     self.refusals[fact.device] = fact.reason
                 case facts.Noted(said):
@@ -233,10 +237,10 @@ class SiteWorker:
         if not store.status(id):
             job = self._job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
-            bundle.write(folder, {"network": {}}, {})
+            _write_files(folder, order)
             store.add(job, folder, id=id)
-        elif not (row := store.job(id)).bundle.exists():  # a restored home has the log alone
-            bundle.write(row.bundle, {"network": {}}, {})
+        else:
+            _write_files(store.job(id).bundle, order)  # other files than before, or a restored home has the log alone
         known = self._log(id)
         if known.halted:
             return Outcome(code="failed", reason=HALTED)
@@ -308,7 +312,7 @@ class SiteWorker:
             bundles=refs,
             examples=sum(usage.examples or 0 for usage in used),
             cpu_s=math.fsum(usage.cpu_s for usage in used),
-            note=told(known.updates, known.refusals),
+            note=_told(known.updates, known.refusals),
             below=Usage(
                 down_bytes=sum(usage.down_bytes for usage in used), up_bytes=sum(usage.up_bytes for usage in used)
             ),
@@ -327,8 +331,18 @@ class SiteWorker:
         )
 
 
-def told(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
-    """Sentence on a site's round, for the log above."""
+def _write_files(folder: Path, order: Order) -> None:
+    """Have the files of an order as the bundle of its job, where that has not all of them."""
+    files = {name.removeprefix(sites.FILE): name for name in order.bundles if name.startswith(sites.FILE)}
+    with contextlib.suppress(JobError):  # there is none, or not the whole of it
+        known = bundle.load(folder).files
+        if all(known.get(name) == order.task.bundles[given] for name, given in files.items()):
+            return
+    given = {name: Path(order.bundles[each]).read_bytes() for name, each in files.items()}
+    bundle.write(folder, {"network": {}}, given)
+
+
+def _told(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
+    """Sentence for the log above on boards that are not in the site's update; "": all of them are."""
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
-    said = f"{len(updates)} boards" if len(updates) != 1 else "1 board"
-    return f"{said}{f'; refused: {rounds.by_reason(refused)}' if refused else ''}"[:1000]
+    return f"refused there: {rounds.by_reason(refused)}"[:1000] if refused else ""
