@@ -73,7 +73,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
     """One of two sites says that its boards have more examples than its sum has; the round goes on with the other."""
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
     with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
-        worker = made.sites["site-0"].agent.duty._worker
+        worker = made.sites["site-0"].agent.agent.duty._worker
         plain = worker.poll
 
         def poll(now_s: float) -> list[Any]:
