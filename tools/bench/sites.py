@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import psutil
 
-from fedquilt import bundle, methods, tensors, wire
+from fedquilt import bundle, tensors, wire
+from fedquilt import methods as known
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.preflight import first_state
@@ -35,7 +36,7 @@ from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.tools.site.virtual import VirtualSite
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 
-METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn")
+METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn", "robust")
 SITES, AGENTS, ROUNDS = 20, 1000, 2
 OFFLINE_S: Final = 3600.0
 DEADLINE_S: Final = 1500.0  # of a round; the site that is offline is waited for so long
@@ -43,18 +44,21 @@ MOST_MB: Final = 200.0
 PROFILE: Final = {**protocol_boards.PROFILE, "points": ()}
 
 
-def measure(sites: int = SITES, agents: int = AGENTS, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(
+    sites: int = SITES, agents: int = AGENTS, rounds: int = ROUNDS, methods: Sequence[str] = METHODS
+) -> dict[str, Any]:
     """Run a job of each method, and one in which a site is offline for an hour.
 
     Args:
         sites: number of sites.
         agents: number of boards of each.
         rounds: of each job.
+        methods: whose jobs are run; light boards send a model, so only methods that take one.
 
     Raises:
         LinkError: the process of the coordinator above has ended.
     """
-    runs = {name: _run(name, sites, agents, rounds) for name in METHODS}
+    runs = {name: _run(name, sites, agents, rounds) for name in methods}
     offline = _run("fedavg", sites, max(agents // 10, 1), 6, offline=True)
     odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
     figures = {
@@ -264,7 +268,7 @@ def _compared(
     store: Store, method: str, facts: Sequence[AnyFact], boards: Mapping[str, Sequence[tuple[str, int]]]
 ) -> tuple[int, int, list[int]]:
     """How many states are those of the method's own functions, how many there are, and answers of each round."""
-    plain, equal, answers = methods.load(method), 0, []
+    plain, equal, answers = known.load(method), 0, []
     row = store.jobs()[0]
     state: Any = first_state(row.job, bundle.load(row.bundle), plain)
     states = [fact.state for fact in facts if isinstance(fact, Committed)]
