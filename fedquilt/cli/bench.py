@@ -42,7 +42,9 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
     help="For coordinator: numbers of boards (default: 200 3000). For sites: boards of each (default: 1000).",
 )
 @option("--sites", type=options.POSITIVE, help="For sites: number of sites (default: 20).")
-@option("--method", "methods", many=True, metavar="NAME", help="For sites: methods (default: six that add up, and robust).")
+@option(
+    "--method", "methods", many=True, metavar="NAME", help="For sites: methods (default: six that add up, and robust)."
+)
 @option("--updates", type=options.POSITIVE, help="For large: updates of the round (default: 5).")
 @option("--rounds", type=options.POSITIVE, help="For coordinator (default: 6) and sites (default: 2): rounds.")
 @option(

@@ -27,7 +27,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, DeviceView, LinkError, Profile
+from fedquilt.core import Contribution, DeviceView, LinkError, Profile, Task
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.bench import protocol_boards, sites_root
 from fedquilt.tools.bench.coordinator import NETWORK
@@ -39,6 +39,8 @@ from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn", "robust")
 SITES, AGENTS, ROUNDS = 20, 1000, 2
 OFFLINE_S: Final = 3600.0
+OFFLINE_ROUNDS: Final = 9
+WORK_S: Final = 600.0  # that boards take for a task while a site is offline; else they answer at once
 DEADLINE_S: Final = 1500.0  # of a round; the site that is offline is waited for so long
 MOST_MB: Final = 200.0
 PROFILE: Final = {**protocol_boards.PROFILE, "points": ()}
@@ -59,7 +61,7 @@ def measure(
         LinkError: the process of the coordinator above has ended.
     """
     runs = {name: _run(name, sites, agents, rounds) for name in methods}
-    offline = _run("fedavg", sites, max(agents // 10, 1), 6, offline=True)
+    offline = _run("fedavg", sites, max(agents // 10, 1), OFFLINE_ROUNDS, work_s=WORK_S)
     odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
     figures = {
         **{f"resident_above_with_{name}": figure(each["resident_mb"], MOST_MB, "MB") for name, each in runs.items()},
@@ -166,7 +168,8 @@ class _Crowd(Crowd):
 
     profile = PROFILE
 
-    def __init__(self, broker: MemoryBroker, fleet: str, first: int, count: int) -> None:
+    def __init__(self, broker: MemoryBroker, fleet: str, first: int, count: int, work_s: float) -> None:
+        self.work_s = work_s
         self.topics, self.clock = wire.Topics(fleet), lambda: broker.now_s
         self.blobs, self.parts, self._layouts, self.refused = {}, {}, {}, 0
         self.seats = [_Board(self, number, broker.connect()) for number in range(first, first + count)]
@@ -178,8 +181,10 @@ class _Board(protocol_boards.Board):
 
     finished = False
 
-    def __init__(self, crowd: Crowd, number: int, link: MemoryLink) -> None:
+    def __init__(self, crowd: _Crowd, number: int, link: MemoryLink) -> None:
         super().__init__(crowd, number)
+        self._work_s = crowd.work_s
+        self._later: tuple[Task, float] | None = None  # a task, and when it is carried out
         self.client = _Line(link)  # type: ignore[assignment]
         self.link = link
         self._greeted = False
@@ -191,11 +196,27 @@ class _Board(protocol_boards.Board):
             self._greet(None, None, None, None, None)
         for topic, payload, retained in self.link.receive():
             self._hear(topic, payload, retained)
+        if self._later is not None:
+            task, due_s = self._later
+            if now_s < due_s:
+                return due_s
+            self._later = None
+            super()._begin(task, now_s)
         if self._update is None:
             return math.inf
         if now_s >= self._offered_s + AGAIN_S:
             self._offer(self._update, now_s)
         return self._offered_s + AGAIN_S
+
+    def _begin(self, task: Task, now_s: float) -> None:
+        """Carry a task out after the time that boards take here."""
+        known = self._later[0] if self._later is not None else self._task
+        again = known is not None and (task.job, task.round) == (known.job, known.round)
+        if not self._work_s or (again and self._later is None):
+            return super()._begin(task, now_s)
+        self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
+        self._later = task, self._later[1] if again and self._later else now_s + self._work_s
+        return None
 
     def fds(self) -> Sequence[int]:
         """None."""
@@ -205,7 +226,8 @@ class _Board(protocol_boards.Board):
 # -- a run ----------------------------------------------------------------------------------------
 
 
-def _run(method: str, sites: int, agents: int, rounds: int, offline: bool = False) -> dict[str, Any]:
+def _run(method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0) -> dict[str, Any]:
+    """Run a job; with `work_s` the first site is offline for an hour after two rounds."""
     broker, begun_s = MemoryBroker(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         home = Path(folder)
@@ -221,10 +243,10 @@ def _run(method: str, sites: int, agents: int, rounds: int, offline: bool = Fals
             store.lock()
             made.append(VirtualSite(broker, store, sites_root.FLEET, name))
             seats += made[-1].seats()
-            crowd = _Crowd(broker, name, number * agents, agents)
+            crowd = _Crowd(broker, name, number * agents, agents, work_s)
             boards[name] = [(board.device, board.number) for board in crowd.boards]
             seats += [(board.link, board) for board in crowd.seats]
-        if offline:
+        if work_s:
             simulate(broker, lambda: seats, lambda: above.committed >= 2)
             up, lost_s = made[0].up, broker.now_s
             place = next(at for at, (link, _) in enumerate(seats) if link is up.inner)
