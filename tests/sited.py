@@ -37,12 +37,13 @@ class Federation:
     facts: list[AnyFact] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
     answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
+    id: str = "job-1"
     below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
 
     def __post_init__(self) -> None:
         self.store = self.stack.enter_context(Store(self.plan.home, durable=False))
         assert self.store.lock()
-        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id="job-1")
+        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id=self.id)
         link = self.broker.connect()
         executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
         self.server = Server(executor, self.store, self._observe, only=self.run)
@@ -111,10 +112,10 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(plan: Plan, split: Sequence[int] = ()) -> Iterator[Federation]:
+def federation(plan: Plan, split: Sequence[int] = (), id: str = "job-1") -> Iterator[Federation]:
     """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
-        made = Federation(plan, stack)
+        made = Federation(plan, stack, id=id)
         begin = 0
         for number, count in enumerate(split):
             made.site(f"site-{number}", made.tables[begin : begin + count])
