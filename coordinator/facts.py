@@ -18,8 +18,8 @@ from fedquilt.coordinator import deadline, stop, transitions
 from fedquilt.coordinator.contributed import NEVER, Contributed
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.eligibility import BUSY, SHARE
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.refusals import LASTS, NOTHING, Refused
-from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
 
@@ -166,22 +166,6 @@ AnyFact = Noted | Started | _OfRound | Ended | Resumed
 # -- state ----------------------------------------------------------------------------------------
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Constants of a job."""
-
-    seed: int
-    rounds: int
-    cohort: Cohort
-    check_every: int  # 0: never
-    stop: Stop = Stop()
-    check_beside: bool = False  # evaluations are prepared for, but no device is asked for one
-
-    @staticmethod
-    def of(job: Job) -> Plan:
-        """Constants from a job's settings."""
-        return Plan(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
-
-
 class Rounds(msgspec.Struct, frozen=True):
     """State of a job's rounds, as all its facts applied in order make it (`apply`)."""
 
@@ -218,8 +202,7 @@ class Rounds(msgspec.Struct, frozen=True):
     checked: bool = False  # the closing evaluation has been made
     settles: bool = False  # the method has settling rounds, before an evaluation and at the end
     settling: bool = False  # the running round is one
-    ordered: tuple[Action, ...] = ()  # of a site: actions of the running round's tasks; (): they follow from the rest
-    within_s: float | None = None  # of a site: longest duration of its attempt; None: the cohort's deadline_s
+    ordered: Started | None = None  # of a site: what the coordinator above has ordered of the running round
     through: Mapping[str, str] = field(
         default_factory=dict
     )  # board of a site -> the site whose update of this round has it
@@ -239,8 +222,8 @@ class Rounds(msgspec.Struct, frozen=True):
     @property
     def actions(self) -> tuple[Action, ...]:
         """Actions of a task of this round."""
-        if self.ordered:
-            return self.ordered
+        if self.ordered is not None and self.ordered.actions:
+            return self.ordered.actions
         every = 0 if self.plan.check_beside else self.plan.check_every
         if self.over and not self.settling:
             return ("check",)
@@ -254,7 +237,7 @@ class Rounds(msgspec.Struct, frozen=True):
     @property
     def longest_s(self) -> float:
         """Seconds that any attempt at the running round may take."""
-        return self.plan.cohort.deadline_s if self.within_s is None else self.within_s
+        return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
 
     def deadline_left_s(self, now_s: float) -> float:
         """Seconds until the running attempt's deadline."""
@@ -296,7 +279,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
             state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
-            return _ordered(state, fact)
+            state = replace(state, ordered=fact if fact.actions else None, settling=fact.settling)
+            return state if fact.begins <= state.round and not state.answered else _cleared(state, fact.begins)
         case Noted():
             return state
         case Surveyed():
@@ -343,12 +327,6 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             return replace(state, silent=silent, asked=frozenset(), declined={}, idle=frozenset())
         case Committed():
             return _committed(state, fact, now_s)
-
-
-def _ordered(state: Rounds, fact: Started) -> Rounds:
-    """The job before the round that the coordinator above has ordered, or before its first one."""
-    state = replace(state, ordered=fact.actions, settling=fact.settling, within_s=fact.deadline_s)
-    return state if fact.begins <= state.round and not state.answered else _cleared(state, fact.begins)
 
 
 def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:

@@ -16,8 +16,9 @@ from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
-from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds, Started, apply
 from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store

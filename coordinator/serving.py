@@ -179,8 +179,6 @@ class Serving:
         """Publish the job's state at the end of this step."""
         self._desk.news[self.id] = self.job
 
-    # -- messages --
-
     def claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
         """A device has accepted or declined a task of this job."""
         registry = self._desk.registry

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from fedquilt import __version__
 from fedquilt.coordinator.checksums import checksum
 from fedquilt.coordinator.contributed import Contributed
-from fedquilt.coordinator.facts import Answered, AnyFact, Plan, Rounds
+from fedquilt.coordinator.facts import Answered, AnyFact, Rounds
 from fedquilt.coordinator.job_logs import Log, has
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_rows import DamagedRunError, storing
 from fedquilt.core import UNDECODABLE, StoreError
 from fedquilt.logs import about

@@ -11,9 +11,10 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.coordinator import admission, facts, manifest, passed, settings, sites
+from fedquilt.coordinator.plan import Plan
 from fedquilt.core import BlobRef, Contribution, Encoding, Expected, Update, UpdateError, Usage
 
-PLAN = facts.Plan(0, 3, settings.Cohort(), 0)
+PLAN = Plan(0, 3, settings.Cohort(), 0)
 
 
 def board(name: str, value: float, weight: float = 2.0, **metrics: float) -> Contribution:

@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from fedquilt import methods
 from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Plan, Rejected, Rounds, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Rejected, Rounds, Surveyed
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views import log, progress, why
 from fedquilt.core import FedquiltError

@@ -14,7 +14,6 @@ from fedquilt.coordinator.facts import (
     Committed,
     Declined,
     Ended,
-    Plan,
     Rejected,
     Reopened,
     Resumed,
@@ -23,6 +22,7 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rounds import decide, survey
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import why
