@@ -228,7 +228,7 @@ def test_pfedme_on_a_quadratic_comes_to_its_closed_form() -> None:
 
 
 def test_pfedmes_server_goes_by_beta_and_by_no_examples() -> None:
-    """From 0 to models 1 and 4: the mean is 2.5, with beta = 2 it is 5. A device that wants to weigh more is refused."""
+    """From 0 to models 1 and 4: the mean is 2.5, with beta = 2 it is 5. One that weighs more is refused."""
     start = {"x": np.zeros(1, np.float32)}
     for beta, wanted in ((1.0, 2.5), (2.0, 5.0)):
         state = pfedme.METHOD.init(to_train({"name": "x"}, start), pfedme.Params(beta=beta), 0)
