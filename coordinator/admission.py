@@ -219,6 +219,8 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
     if update.state and state.state is not None and update.state != state.state.sha256:
         reason = f"it was computed from the state {update.state[:12]}, and this round began with another"
         return _turned_down(state, arriving, event, reason)
+    if (site := state.through.get(device)) is not None:
+        return _refused(device, update, _twice(device, site))
     if event.unfit:
         return _refused(device, update, event.unfit)
     bring = Fetch(device, update) if update.bundles else Examine(device, update)
@@ -231,6 +233,9 @@ def _examined(state: Rounds | None, arriving: Arriving, event: Examined, now_s: 
         return Step(arriving)
     if event.taken is None:
         return _refused(device, update, event.reason)
+    for board in event.taken.boards:
+        if board in state.answered or board in state.through:
+            return _refused(device, update, f"{device}: {_twice(board, state.through.get(board, 'itself'))}")
     fact = state.answered_by(event.taken, now_s, event.ask)
     superseded = () if event.taken == update else (Discard(update),)
     actions = (Answer(device, update, True), Withdraw(device), *superseded)
@@ -241,6 +246,12 @@ def _refused(device: str, update: Update, reason: str) -> Step:
     """Refuse an update of the running round because of its content."""
     actions = (Answer(device, update, False, reason), Withdraw(device), Discard(update))
     return Step(None, (Rejected(update.round, device, reason),), actions)
+
+
+def _twice(board: str, by: str) -> str:
+    return (
+        f"{board} counts in this round already, by {by}: a board belongs to one coordinator, and its name to one board"
+    )
 
 
 def _turned_down(state: Rounds | None, arriving: Arriving, event: Offered, reason: str) -> Step:

@@ -77,8 +77,8 @@ class Exposed:
             case Answered():
                 usage = fact.update.usage
                 count["updates"][name] += 1
-                count["down_bytes"][name] += usage.down_bytes
-                count["up_bytes"][name] += usage.up_bytes
+                count["down_bytes"][name] += fact.update.down_bytes
+                count["up_bytes"][name] += fact.update.up_bytes
                 count["joules"][name] += usage.energy_j or 0.0  # type: ignore[assignment]
             case Declined():
                 self._declined[name, fact.code] += 1

@@ -18,8 +18,8 @@ from fedquilt.coordinator import deadline, stop, transitions
 from fedquilt.coordinator.contributed import NEVER, Contributed
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.eligibility import BUSY, SHARE
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.refusals import LASTS, NOTHING, Refused
-from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
 
@@ -36,6 +36,9 @@ class Started(Fact, frozen=True, omit_defaults=True):
     state: BlobRef
     settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
     begins: int = 0  # number of the round that begins with it, where that is later than the job's next
+    actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
+    settling: bool = False  # whether that round is a settling one
+    deadline_s: float | None = None  # of that round's attempt; None: the cohort's
 
 
 class Surveyed(Fact, frozen=True):
@@ -163,22 +166,6 @@ AnyFact = Noted | Started | _OfRound | Ended | Resumed
 # -- state ----------------------------------------------------------------------------------------
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Constants of a job."""
-
-    seed: int
-    rounds: int
-    cohort: Cohort
-    check_every: int  # 0: never
-    stop: Stop = Stop()
-    check_beside: bool = False  # evaluations are prepared for, but no device is asked for one
-
-    @staticmethod
-    def of(job: Job) -> Plan:
-        """Constants from a job's settings."""
-        return Plan(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
-
-
 class Rounds(msgspec.Struct, frozen=True):
     """State of a job's rounds, as all its facts applied in order make it (`apply`)."""
 
@@ -215,6 +202,10 @@ class Rounds(msgspec.Struct, frozen=True):
     checked: bool = False  # the closing evaluation has been made
     settles: bool = False  # the method has settling rounds, before an evaluation and at the end
     settling: bool = False  # the running round is one
+    ordered: Started | None = None  # of a site: what the coordinator above has ordered of the running round
+    through: Mapping[str, str] = field(
+        default_factory=dict
+    )  # board of a site -> the site whose update of this round has it
     extra: int = 0  # number of settling rounds so far
     reason: str = ""
 
@@ -231,6 +222,8 @@ class Rounds(msgspec.Struct, frozen=True):
     @property
     def actions(self) -> tuple[Action, ...]:
         """Actions of a task of this round."""
+        if self.ordered is not None and self.ordered.actions:
+            return self.ordered.actions
         every = 0 if self.plan.check_beside else self.plan.check_every
         if self.over and not self.settling:
             return ("check",)
@@ -239,7 +232,12 @@ class Rounds(msgspec.Struct, frozen=True):
     @property
     def deadline_s(self) -> float:
         """Seconds allowed for the running attempt."""
-        return self.plan.cohort.deadline_s if self.allowed_s is None else self.allowed_s
+        return self.longest_s if self.allowed_s is None else self.allowed_s
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that any attempt at the running round may take."""
+        return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
 
     def deadline_left_s(self, now_s: float) -> float:
         """Seconds until the running attempt's deadline."""
@@ -281,6 +279,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
             state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
+            state = replace(state, ordered=fact if fact.actions else None, settling=fact.settling)
             return state if fact.begins <= state.round and not state.answered else _cleared(state, fact.begins)
         case Noted():
             return state
@@ -310,7 +309,9 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
                 state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
             if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
                 took = deadline.timed(took, fact.update, state.work, fact.took_s, fact.expected_s)
-            answered, spent = {**state.answered, device: fact.update}, state.spent.plus(fact.update.usage)
+            answered, spent = {**state.answered, device: fact.update}, state.spent.plus(fact.update)
+            if fact.update.boards:
+                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.boards, device)})
             return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case Lost():
             return _lost(state, fact, now_s)
@@ -348,10 +349,11 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
     """The device works on its task again, in the time of an attempt; a round that was closed is open for it."""
     device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
     answered = {name: update for name, update in state.answered.items() if name != device}
+    through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
     if state.phase == "closing":
         state = replace(state, phase="open", opened_s=now_s, extended=False)
     folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
-    state = replace(state, answered=answered, folded=folded, asked_s=asked_s)
+    state = replace(state, answered=answered, through=through, folded=folded, asked_s=asked_s)
     return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
 
 
@@ -370,7 +372,7 @@ def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
 def _cleared(state: Rounds, round: int) -> Rounds:
     """The job before a round of which nothing has happened yet: the running one is committed, or was given up."""
     state = replace(state, round=max(state.round, round), attempt=0, asked=frozenset(), answered={}, declined={})
-    return replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset())
+    return replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
 
 
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:

@@ -23,7 +23,7 @@ log = logging.getLogger("fedquilt.coordinator")
 
 ENDED: Final = ("done", "failed", "stopped")
 # folders with files named after runs, and their endings
-_NAMED: Final = (("agents", ""), ("evaluations", ".json"), ("machines", ".json"))
+_NAMED: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
 
 

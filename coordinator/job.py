@@ -16,8 +16,9 @@ from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
-from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds, Started, apply
 from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
@@ -198,14 +199,14 @@ class Running:
         self._all_able = (seen, order.work) if everybody else None
         return () if everybody and fact.round else tuple(tiers.lines(found, order.work))
 
-    def unfit(self, update: Update) -> str:
+    def unfit(self, update: Update, profile: Profile | None = None) -> str:
         """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
         if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
             return ""
         if self._manifests is None:
             known = expected(self._half.fold, self.state) if "work" in self.rounds.actions else Expected({})
             self._manifests = manifest.Manifests(known, self.job.wire, self.job.max_update_mb)
-        return self._manifests.unfit(update)
+        return self._manifests.unfit(update, profile.boards if profile else 0)
 
     def large(self, most_bytes: float) -> bool:
         """Whether the running round's updates or states are of more bytes than that, or a sum of it is stored."""
@@ -229,7 +230,7 @@ class Running:
         """
         ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
-        limit_s = plausible.time_s(waited_s, self.job.cohort.deadline_s, self.rounds.attempt + 1)
+        limit_s = plausible.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
         work, take = "work" in self.rounds.actions, self._taking(update, profile, large)
 
         def examined() -> Examined:
@@ -254,7 +255,7 @@ class Running:
         base = self._base(update, profile)
 
         def take(believed: Update) -> Update:
-            summing.require(believed, work=work)
+            summing.require(believed, work=work, boards=profile.boards if profile else 0)
             if not work:
                 return believed
             return summing.examined(believed, base) if large else summing.taken(believed, rounds, base)

@@ -7,12 +7,16 @@ from math import prod
 from typing import Any, Final
 
 from fedquilt import compression, tensors
+from fedquilt.coordinator import passed
 from fedquilt.core import Encoding, Expected, Update, UpdateError
 
 UNKNOWN_MB: Final = 1024  # that a device may send where neither the job nor the method says how much it is
 LOSSY: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
 HEADER_BYTES: Final = 1024  # of a safetensors file without tensors, more than enough
 ENTRY_BYTES: Final = 300  # of a header for each tensor, besides its name
+SUM_TIMES: Final = 10  # a site's sum is at most so many times as large as the tensors that a board sends
+SITE_BYTES: Final = 2 << 20  # what a site's update may have besides
+BOARDS_MOST: Final = 10_000  # whose updates a site may pass up
 
 
 def most_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
@@ -22,7 +26,9 @@ def most_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
     return factor * (held + sum(ENTRY_BYTES + 2 * len(name) for name in expected)) + HEADER_BYTES
 
 
-def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_mb: int | None) -> None:
+def require_fit(
+    update: Update, expected: Expected | None, wire: Encoding, most_mb: int | None, boards: int = 0
+) -> None:
     """Check an update's bundles, sizes, and tensors as far as it tells them.
 
     Args:
@@ -30,6 +36,7 @@ def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_
         expected: tensors that the method folds; None: the method does not know them beforehand.
         wire: codec of the job.
         most_mb: the job's `max_update_mb`; None: it follows from what is expected.
+        boards: of the device, if it is a site.
 
     Raises:
         UpdateError: it cannot be folded; says what differs.
@@ -37,12 +44,12 @@ def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_
     whole_bytes = sum(ref.size for ref in update.bundles.values())
     if most_mb is None and expected is None:
         most_mb = UNKNOWN_MB
+    if passed.of_site(update.bundles):
+        return _require_site(whole_bytes, expected, most_mb, boards)
     if most_mb is not None and whole_bytes > most_mb << 20:
         raise UpdateError(f"larger than max_update_mb = {most_mb}")
     if expected is None:
         return
-    if expected.other is not None and not update.bundles.keys().isdisjoint(expected.other.bundles):
-        return require_fit(update, expected.other, wire, most_mb)
     if odd := sorted(update.bundles.keys() - expected.bundles.keys()):
         raise UpdateError(f"bundle {odd[0]!r} was not asked for")
     if expected.whole and (absent := sorted(expected.bundles.keys() - update.bundles.keys())):
@@ -71,17 +78,29 @@ class Manifests:
         self._expected, self._wire, self._most_mb = expected, wire, most_mb
         self._fitted: object = None  # sizes and layouts of the last update that fitted
 
-    def unfit(self, update: Update) -> str:
-        """Why an update cannot be folded, as its manifest says; "": it can."""
+    def unfit(self, update: Update, boards: int = 0) -> str:
+        """Why an update cannot be folded, as its manifest says; "": it can. `boards`: as of `require_fit`."""
         told = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
         if told == self._fitted:
             return ""
         try:
-            require_fit(update, self._expected, self._wire, self._most_mb)
+            require_fit(update, self._expected, self._wire, self._most_mb, boards)
         except UpdateError as error:
             return f"{update.device}: {error}"
-        self._fitted = told
+        self._fitted = None if boards else told
         return ""
+
+
+def _require_site(whole_bytes: int, expected: Expected | None, most_mb: int | None, boards: int) -> None:
+    """Check the size of a site's update: as much as its boards could send themselves, or a sum."""
+    if not boards:
+        raise UpdateError("it is what a site sends, and its profile has no boards")
+    times = max(SUM_TIMES, min(boards, BOARDS_MOST))
+    each = most_mb << 20 if most_mb is not None else 0
+    if most_mb is None and expected is not None:
+        each = sum(most_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
+    if whole_bytes > (most := times * each + SITE_BYTES):
+        raise UpdateError(f"it has {whole_bytes} bytes, and {boards} boards send {most} at the most")
 
 
 def _require_tensors(told: Mapping[str, Any], like: Mapping[str, Any], whole: bool) -> None:

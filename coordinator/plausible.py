@@ -21,6 +21,7 @@ LEAST_FLOPS: Final = 1e6  # a second, that a board is taken for
 FASTER: Final = 10.0  # times as fast as its profile a board may be
 SPARE_S: Final = 60.0
 SPARE_BYTES: Final = 1 << 20
+MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
 
 
 def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
@@ -65,7 +66,12 @@ def bounded(update: Update, ask: Ask, limit_s: float) -> tuple[Update, str]:
         if (said := getattr(usage, name)) > most:
             odd.append(f"{name} of {said}, and it was {most} at the most")
             usage = replace(usage, **{name: most})
-    return (replace(update, usage=usage), "; ".join(odd)) if odd else (update, "")
+    below = update.below
+    most = MOST_BYTES * (ask.profile.boards if ask.profile else 0)
+    if below is not None and max(below.down_bytes, below.up_bytes) > most:
+        odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
+        below = None
+    return (replace(update, usage=usage, below=below), "; ".join(odd)) if odd else (update, "")
 
 
 def require_weight(update: Update, ask: Ask, limit_s: float) -> None:

@@ -267,7 +267,7 @@ def _attend(
     if now_s >= next_s(state) and not (chosen and _all_declined(state) and now_s < state.opened_s + state.deadline_s):
         if enough:
             return Closed(state.round)
-        if state.deadline_s < cohort.deadline_s and not _all_declined(state):
+        if state.deadline_s < state.longest_s and not _all_declined(state):
             return Extended(state.round)
         if len({*online, *state.answered}) < least(state) or not online or waits:
             return Reopened(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
@@ -291,7 +291,7 @@ def _all_declined(state: Rounds) -> bool:
     return bool(state.declined) and not state.asked
 
 
-def _by_reason(declined: Mapping[str, str], most: int = 5) -> str:
+def by_reason(declined: Mapping[str, str], most: int = 5) -> str:
     """The first `most` reasons, each once, after the devices that gave it: "a, b and 6 more: too big; x: NaN"."""
     devices: dict[str, list[str]] = {}
     for device, reason in sorted(declined.items()):
@@ -316,7 +316,7 @@ def _no_quorum(state: Rounds, want: int) -> str:
         *([f"{len(state.idle)} had nothing to do"] if state.idle else []),
         *([f"{len(silent)} stayed silent"] if silent else []),
     ]
-    refused = _by_reason(reasons)
+    refused = by_reason(reasons)
     enough = quorum(state, want)
     return (
         f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from fedquilt import methods, wire
+from fedquilt import bundle, methods, wire
 from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
@@ -23,7 +23,6 @@ from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
-from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import UNDER_WAY, Row, Store
 from fedquilt.coordinator.worker import Here, Worker
 from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
@@ -61,7 +60,7 @@ class Server:
         limits: Limits = Limits(),
         tell: Tell = lambda rollout, fact: None,
         worker: Worker | None = None,
-        around: Callable[[Method, Job], Method] = sites.above,
+        around: sites.Around = sites.above,
     ) -> None:
         self.finished = False
         self._desk = Desk(executor, store, observe, worker or Here())
@@ -176,7 +175,8 @@ class Server:
                 else:
                     self._stray(admission.Claimed(device, message), now_s)
             case Update():
-                told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
+                own = message.layouts or message.boards  # what is not kept, and what its device does not say
+                told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.offered(device, message, told, now_s)
                 else:
@@ -273,7 +273,8 @@ class Server:
         opened, least_s = [], turns.absent(self._claims(now_s))
         for row in rows:
             try:
-                job = Running(row, self._store, now_s, self._around(self._load(row.job.method), row.job))
+                files = bundle.load(row.bundle).files
+                job = Running(row, self._store, now_s, self._around(self._load(row.job.method), row.job, files))
             except StoreError:
                 raise
             except Exception as error:  # one job that cannot run does not keep the others from running

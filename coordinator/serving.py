@@ -179,8 +179,6 @@ class Serving:
         """Publish the job's state at the end of this step."""
         self._desk.news[self.id] = self.job
 
-    # -- messages --
-
     def claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
         """A device has accepted or declined a task of this job."""
         registry = self._desk.registry
@@ -193,7 +191,8 @@ class Serving:
 
     def offered(self, device: str, update: Update, told: Update, now_s: float) -> None:
         """A device has an update of this job; `told` is what is kept of the message."""
-        self.happened(admission.Offered(device, told, unfit=self.job.unfit(update)), now_s)
+        unfit = self.job.unfit(update, self._desk.registry.profile_of(device))
+        self.happened(admission.Offered(device, told, unfit=unfit), now_s)
 
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""

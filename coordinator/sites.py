@@ -1,36 +1,40 @@
-"""Sites: coordinators that are devices of a coordinator above them, and answer with the sum of their boards.
+"""Sites: coordinators that are devices of a coordinator above them, and answer for their boards.
 
 Both sides run the job's own method in the job's own rounds; what differs is wrapped around the method, once:
 
 - `above` is the method of a coordinator that may have sites among its devices. A site's order is the method's state and
-  the job; its update is the accumulator of its boards, which is checked and merged.
-- `below` is the method of a site. Its state is the one that came from above, with the sum of the last round; its rounds
-  order, fold and check what the method does in that state, and its step keeps the sum.
+  the job; its update is the accumulator of its boards, which is checked and merged, or its boards' updates.
+- `below` is the method of a site. Its state is the one that came from above, with what the last round has brought; its
+  rounds order, fold and check what the method does in that state, and its step keeps the sum, or the updates.
 
-Sums are exact (`fedquilt.exact`), so the bits are those of one coordinator with all the boards. Methods whose fold does
-not add up, or that cannot check another's sum, have nothing for a site.
+A site sends a sum where the method's folds add up (`fedquilt.exact`) and can check a sum that comes from elsewhere. It
+passes its boards' updates up where they do not: they are folded above, in the order of all devices. So the bits are
+those of one coordinator with all the boards.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
 from fedquilt import exact, tensors
+from fedquilt.coordinator import checks, passed
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import (
     Artefact,
+    BlobRef,
     Contribution,
     DeviceView,
     Expected,
     JobError,
     Method,
     Order,
+    Settle,
     StoreError,
     Tensors,
     UpdateError,
@@ -43,11 +47,12 @@ from fedquilt.core import (
 )
 
 STATE: Final = "state"  # bundle of a site's task
-SUM: Final = "sum"  # bundle of a site's update
-BOARDS: Final = "boards"  # metric of it: number of boards in the sum
-TIMES: Final = 10  # a packed sum is at most so many times as large as the tensors that a board sends
-SPARE_BYTES: Final = 1 << 20
 NOTHING: Final = np.zeros(0, np.uint8)
+
+FILE: Final = "file "  # before the name of a file of the job's bundle, as a bundle of a site's task
+
+Half: TypeAlias = Method | Settle
+Around: TypeAlias = Callable[[Method, Job, Mapping[str, BlobRef]], Method]
 
 
 def packed(value: Any) -> np.ndarray:
@@ -67,35 +72,70 @@ def unpacked(given: np.ndarray, kind: type) -> Any:
         raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
 
 
+def sums(half: Half) -> type | None:
+    """Type of what sites send for this half of a method; None: they pass their boards' updates up."""
+    return summed(half.fold) if soundness(half.fold) is not None else None
+
+
 # -- above ----------------------------------------------------------------------------------------
 
 
-def above(method: Method, job: Job) -> Method:
+def above(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
     """The method for a coordinator that may have sites among its devices.
 
     Args:
         method: the job's.
         job: its settings, which go to sites.
+        files: of its bundle; those that a state names go with it.
     """
-    kind, sound, common = summed(method.fold), soundness(method.fold), alike(method.send)
-    table = msgspec.to_builtins(job)
+    params = {"job": msgspec.to_builtins(job)}
+    settle = method.settle
+    if settle is not None:
+        order = {**params, "settling": True}
+        settle = replace(settle, send=_sending(settle.send, order, files), fold=_folding(settle))
+    return replace(method, send=_sending(method.send, params, files), fold=_folding(method), settle=settle)
 
-    @functools.wraps(method.send)
+
+def _sending(
+    plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
+) -> Callable[[Any, DeviceView], Order | None]:
+    common = alike(plain)
+    latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
+
+    @functools.wraps(plain)
     def send(state: Any, view: DeviceView) -> Order | None:
-        order = method.send(state, view)
-        if order is None or not _boards(view):
+        order: Order | None = plain(state, view)
+        if not _boards(view):
             return order
-        if kind is None or sound is None:
-            return None
-        return replace(order, params={"job": table}, bundles={STATE: {"packed": packed(state)}})
+        if not latest or latest[0][0] is not state:
+            latest[:] = [(state, _state(state, files))]
+        return replace(order or Order({}, {}), params=params, bundles=latest[0][1])
 
-    @functools.wraps(method.fold)
+    return send if common is None else same_for(lambda view: (_boards(view) > 0, common(view)))(send)
+
+
+def _state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
+    """A state as the bundles of a site's task, with the files that it names, as its orders may."""
+    arrays, skeleton = tensors.parts(state)
+    named = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
+    return {STATE: {"packed": np.frombuffer(tensors.encode(arrays, skeleton), np.uint8)}, **named}
+
+
+def _folding(half: Half) -> Callable[..., Any]:
+    kind, sound, plain = sums(half), soundness(half.fold), half.fold
+
+    @functools.wraps(plain)
     def fold(state: Any, so_far: Any, update: Contribution) -> Any:
-        if SUM not in update.bundles:
-            return method.fold(state, so_far, update)
+        if not passed.of_site(update.bundles):
+            return plain(state, so_far, update)
+        if passed.SUM not in update.bundles:
+            require(state, update)
+            for each in passed.contributions(update):
+                so_far = plain(state, so_far, each)
+            return so_far
         if kind is None or sound is None:
-            raise UpdateError(f"{update.device} sent the sum of a site, and this method takes none")
-        given = update.bundles[SUM].get("packed", NOTHING)
+            raise UpdateError(f"{update.device} sent the sum of a site, and this method takes updates alone")
+        given = update.bundles[passed.SUM].get("packed", NOTHING)
         if given.dtype != np.uint8:
             raise UpdateError(f"{update.device} sent a sum of {given.dtype}: bytes are wanted")
         total = unpacked(given, kind)
@@ -103,23 +143,17 @@ def above(method: Method, job: Job) -> Method:
         return total if so_far is None else exact.join(so_far, total)
 
     def require(state: Any, update: Contribution) -> None:
-        if SUM in update.bundles:
+        if not passed.of_site(update.bundles):
+            required(plain, state, update)
+        elif passed.SUM in update.bundles:
             fold(state, None, update)
         else:
-            required(method.fold, state, update)
+            for each in passed.contributions(update):
+                with checks.named(each.device):
+                    required(plain, state, each)
 
-    def takes(state: Any) -> Expected | None:
-        known = expected(method.fold, state)
-        if known is None or sound is None:
-            return known
-        size = sum(each.nbytes for bundle in known.bundles.values() for each in bundle.values())
-        most = tensors.Shaped((TIMES * size + SPARE_BYTES,), np.dtype(np.uint8))
-        return replace(known, other=Expected({SUM: {"packed": most}}, whole=False))
-
-    fold.__dict__.update(expected=takes, require=require)
-    if common is not None:
-        send = same_for(lambda view: (_boards(view) > 0, common(view)))(send)
-    return replace(method, send=send, fold=fold)
+    fold.__dict__["require"] = require
+    return fold
 
 
 def _boards(view: DeviceView) -> int:
@@ -130,16 +164,27 @@ def _boards(view: DeviceView) -> int:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A board's update, as it is passed up."""
+
+    device: str
+    round: int
+    weight: float
+    metrics: Mapping[str, float]
+    bundles: Mapping[str, Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
 class Given:
-    """State of a site's job: that of the coordinator above, and the accumulator of the last round, as bytes."""
+    """State of a site's job: that of the coordinator above, and what the last round has brought."""
 
     inner: np.ndarray  # uint8 (n,), as `packed`; (0,): none has come yet
-    total: np.ndarray  # uint8 (n,); (0,): no round since
+    total: np.ndarray  # accumulator, uint8 (n,), as `packed`; (0,): of nobody, or updates are passed up
+    sent: tuple[Sent, ...] = ()  # updates that are passed up, in the order of devices
 
 
-def below(method: Method, job: Job) -> Method:
-    """The method for a site: rounds of a job's method that end with their sum."""
-    kind = summed(method.fold)
+def below(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
+    """The method for a site: rounds of a job's method that end with their sum, or their updates; as of `above`."""
     known: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
 
     def of(state: Given) -> Any:
@@ -151,43 +196,53 @@ def below(method: Method, job: Job) -> Method:
             found = known[id(state.inner)] = (state.inner, tensors.unpack(state.inner.tobytes(), method.state))
         return found[1]
 
-    def send(state: Given, view: DeviceView) -> Order | None:
-        return method.send(of(state), view)
-
-    def fold(state: Given, so_far: Any, update: Contribution) -> Any:
-        return method.fold(of(state), so_far, update)
-
-    def step(state: Given, total: Any) -> Given:
-        return Given(state.inner, NOTHING if total is None else packed(total))
-
     def result(state: Given) -> Artefact:
-        return Artefact("weights", {"site": True}, {})
+        raise JobError(f"this home is a site's: the result of {job.name} is at the coordinator above")
 
-    def require(state: Given, update: Contribution) -> None:
-        required(method.fold, of(state), update)
-
-    def takes(state: Given) -> Expected | None:
-        return expected(method.fold, of(state))
-
-    send.__dict__.update(method.send.__dict__)
-    fold.__dict__.update({**method.fold.__dict__, "adds_up": kind, "expected": takes, "require": require})
+    settle = method.settle
     return replace(
         method,
         state=Given,
         init=lambda bundle, params, seed: Given(NOTHING, NOTHING),
-        send=send,
-        fold=fold,
-        step=step,
+        **_halved(method, of),
         result=result,
         done=lambda state: False,
         explain=lambda state: (),
-        settle=None,
+        settle=None if settle is None else Settle(wanted=lambda state: False, **_halved(settle, of)),
     )
 
 
-def summed_up(metrics: Mapping[str, float], boards: int) -> dict[str, float]:
-    """Metrics of a site's update: the means of its boards, and their number."""
-    return {**metrics, BOARDS: float(boards)}
+def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
+    """`send`, `fold` and `step` of a site for a method, or for its settling rounds."""
+    plain, kind = half.fold, sums(half)
+
+    @functools.wraps(half.send)
+    def send(state: Given, view: DeviceView) -> Order | None:
+        found: Order | None = half.send(of(state), view)
+        return found
+
+    def fold(state: Given, so_far: Any, update: Contribution) -> Any:
+        if kind is not None:
+            return plain(of(state), so_far, update)
+        required(plain, of(state), update)
+        held: list[Contribution] = [] if so_far is None else so_far
+        held.append(update)
+        return held
+
+    def step(state: Given, total: Any) -> Given:
+        if kind is not None:
+            return Given(state.inner, NOTHING if total is None else packed(total))
+        sent = (Sent(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ())
+        return Given(state.inner, NOTHING, tuple(sent))
+
+    def require(state: Given, update: Contribution) -> None:
+        required(plain, of(state), update)
+
+    def takes(state: Given) -> Expected | None:
+        return expected(plain, of(state))
+
+    fold.__dict__.update(adds_up=kind, expected=takes, require=require)
+    return {"send": send, "fold": fold, "step": step}
 
 
 def given(inner: Tensors) -> Given:

@@ -20,13 +20,14 @@ from msgspec.structs import replace
 from fedquilt import __version__
 from fedquilt.coordinator.checksums import checksum
 from fedquilt.coordinator.contributed import Contributed
-from fedquilt.coordinator.facts import Answered, AnyFact, Plan, Rounds
+from fedquilt.coordinator.facts import Answered, AnyFact, Rounds
 from fedquilt.coordinator.job_logs import Log, has
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_rows import DamagedRunError, storing
 from fedquilt.core import UNDECODABLE, StoreError
 from fedquilt.logs import about
 
-RULES: Final = 2  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 3  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 

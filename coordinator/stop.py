@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt.coordinator.settings import Stop
-from fedquilt.core import Method, Usage
+from fedquilt.core import Method, Update
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -23,14 +23,15 @@ class Spent(msgspec.Struct, frozen=True):
     bytes: int = 0
     wall_s: float = 0.0  # of committed rounds
 
-    def plus(self, usage: Usage) -> Spent:
+    def plus(self, update: Update) -> Spent:
         """Totals with one more answer."""
+        usage = update.usage
         return replace(
             self,
             joules=self.joules + (usage.energy_j or 0.0),
             metered=self.metered + (usage.energy_j is not None),
             unmetered=self.unmetered + (usage.energy_j is None),
-            bytes=self.bytes + usage.down_bytes + usage.up_bytes,
+            bytes=self.bytes + update.down_bytes + update.up_bytes,
         )
 
 

@@ -11,13 +11,14 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
 from fedquilt import compression, tensor_files, tensors
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import checks, folding, mending
+from fedquilt.coordinator import checks, folding, mending, passed
 from fedquilt.coordinator.facts import Folded, Rounds
 from fedquilt.coordinator.folding import Folding, Told
 from fedquilt.coordinator.mending import WHOLE_BYTES
@@ -58,12 +59,13 @@ class Summing:
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
 
-    def require(self, update: Update, *, work: bool) -> None:
+    def require(self, update: Update, *, work: bool, boards: int = 0) -> None:
         """Check what an update says beside its tensors.
 
         Args:
             update: as the device announced it.
             work: whether it is to be folded, and was not asked for an evaluation alone.
+            boards: of its device, if that is a site.
 
         Raises:
             UpdateError: it cannot count.
@@ -74,7 +76,7 @@ class Summing:
         if update.metrics.get("check.examples", 0.0) < 0:
             raise UpdateError("metric 'check.examples' is negative")
         if work:
-            checks.require_weight(update, self._job.cohort.max_examples)
+            checks.require_weight(update, self._job.cohort.max_examples * max(boards, 1))
 
     # -- small updates, in the loop --
 
@@ -84,11 +86,14 @@ class Summing:
         Raises:
             UpdateError: it cannot be folded, or is no output of the codec.
         """
-        if self._job.wire.codec == "raw" and self._folding.holds(update):
+        of_site = passed.of_site(update.bundles)
+        if self._job.wire.codec == "raw" and not of_site and self._folding.holds(update):
             return update
         with checks.named(update.device):
             given = self._decoded(mending.contribution(self._depot, update), base)
+            update = _with_boards(update, given)
             next_one = self._folding.follows(update.device, rounds.answered, rounds.asked)
+            next_one = next_one and (self._exact or not of_site)  # a site's boards have places among the others
             if next_one:
                 total = self._added(given)
             else:
@@ -159,12 +164,13 @@ class Summing:
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
             given = self._decoded(given, base)
+            update = _with_boards(update, given)
             required(self._fold, self._state, given)
         return self._plain(update, given)
 
     def waits(self, rounds: Rounds) -> bool:
         """Whether an update that counts can be folded now; in the loop, while no call is under way."""
-        return "work" in rounds.actions and not self._folding.holds_all(folding.ready(rounds, self._exact))
+        return "work" in rounds.actions and not self._folding.holds_all(self._ready(rounds))
 
     def carry_on(self, rounds: Rounds, stored_at: float) -> Folded | None:
         """Fold what can be; returns the fact that the sum is stored, if so much has been folded that it is now.
@@ -192,13 +198,39 @@ class Summing:
         Raises:
             LostUpdateError: one of them can no longer be read.
         """
-        self._sum(rounds)
-        total, self._folding = self._folding.total, self._empty()
+        if self._interleaved(rounds):
+            total = self._in_order(rounds.answered)
+        else:
+            self._sum(rounds)
+            total = self._folding.total
+        self._folding = self._empty()
         return total
+
+    def _interleaved(self, rounds: Rounds) -> bool:
+        """Whether the boards of sites have places of their own in the order in which updates are folded."""
+        return not self._exact and bool(rounds.through)
+
+    def _in_order(self, updates: Mapping[str, Update]) -> Any:
+        """Sum of updates among which are sites', in the order of all boards."""
+        boards: dict[str, Callable[[], Contribution]] = {}
+        for device, update in updates.items():
+            if update.boards:
+                given = self._streamed(update)
+                boards.update({each.device: partial(_as_it_is, each) for each in passed.contributions(given)})
+            elif not passed.of_site(update.bundles):
+                boards[device] = partial(self._streamed, update)
+        total = None
+        for device in sorted(boards):
+            total = self._fold(self._state, total, boards[device]())
+        return total
+
+    def _ready(self, rounds: Rounds) -> dict[str, Update]:
+        """Updates that the sum may hold already."""
+        return {} if self._interleaved(rounds) else folding.ready(rounds, self._exact)
 
     def _sum(self, rounds: Rounds) -> None:
         """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none."""
-        updates = folding.ready(rounds, self._exact)
+        updates = self._ready(rounds)
         self._folding.gather(updates)
         if not self._folding.fits(updates) or not len(self._folding):
             self._folding = self._begun(rounds)
@@ -231,6 +263,8 @@ class Summing:
         try:
             return self._fold(self._state, self._folding.total, given)
         except UpdateError:
+            if passed.of_site(given.bundles):
+                self._folding.forget()
             raise
         except Exception:
             self._folding.forget()
@@ -243,17 +277,30 @@ class Summing:
         return mending.streamed(self._depot, update)
 
     def _decoded(self, given: Contribution, base: Base) -> Contribution:
+        if passed.of_site(given.bundles):  # which has decoded what its boards sent
+            return given
         return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
 
     def _plain(self, update: Update, given: Contribution) -> Update:
         """The update as it is stored: as the codec has decoded it."""
-        if self._job.wire.codec == "raw":
+        if self._job.wire.codec == "raw" or passed.of_site(update.bundles):
             return update
         refs = {name: stored(self._depot, bundle, put=self._depot.stow) for name, bundle in given.bundles.items()}
         return msgspec.structs.replace(update, bundles=refs, bases={})
 
 
 # -- reading and storing --------------------------------------------------------------------------------------
+
+
+def _with_boards(update: Update, given: Contribution) -> Update:
+    """The update with the names of its boards, if it is a site's; its types and shapes are not kept."""
+    if not passed.of_site(given.bundles):
+        return update
+    return msgspec.structs.replace(update, boards=passed.boards(given))
+
+
+def _as_it_is(given: Contribution) -> Contribution:
+    return given
 
 
 def base(depot: Depot, bases: Mapping[str, str], sent: Set[str], name: str) -> Tensors | None:

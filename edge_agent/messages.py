@@ -107,6 +107,7 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         state=task.state,
         epoch=task.epoch,
         note=outcome.note,
+        below=outcome.below,
     )
 
 

@@ -18,6 +18,7 @@ from fedquilt.bundle import Index
 from fedquilt.coordinator import backup, deadline, facts, settings, snapshots, store_rows, write_ahead
 from fedquilt.coordinator.contributed import Contributed
 from fedquilt.coordinator.job_logs import Log
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.scores import Score, Scores
 from fedquilt.core import (
@@ -97,7 +98,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
         found.take("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
         return found.blobs or found.facts
 
-    plan = facts.Plan.of(settings.parse({"name": "digits", "method": "fedavg"}))
+    plan = Plan.of(settings.parse({"name": "digits", "method": "fedavg"}))
     answered, history = {"a": update}, {"a": Contributed(5), "b": Contributed(1 << 70)}
     took = {"a": (deadline.Took(0, 1.5, 2.0),)}
     rounds = facts.Rounds(

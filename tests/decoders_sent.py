@@ -302,7 +302,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
 def _summed(state: fedavg.State) -> Decoder:
     """Decoder of the accumulator that a site sends to the coordinator above it."""
-    method = sites.above(fedavg.METHOD, settings.parse({"name": "j", "method": "fedavg"}))
+    method = sites.above(fedavg.METHOD, settings.parse({"name": "j", "method": "fedavg"}), {})
     boards = [Contribution(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Rounds, Started, apply
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Update, Usage, Work
 

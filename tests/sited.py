@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedquilt import tensors, wire
+from fedquilt import tensors
 from fedquilt.blobs.shared_store import Shared
-from fedquilt.coordinator import sites
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.server import Server
@@ -20,28 +19,10 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make
 from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.site.agent import SiteAgent
+from fedquilt.tools.site.virtual import VirtualSite
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 
 Seat = tuple[MemoryLink, Endpoint]
-
-
-class Uplink:
-    """Link of a site to the coordinator above, which may be lost and made again."""
-
-    def __init__(self, broker: MemoryBroker, fleet: str, device: str) -> None:
-        gone = wire.encode(wire.Presence(online=False, boot="site", seq=0))
-        self._broker, self._will = broker, (wire.Topics(fleet).device(device, "up", "presence"), gone)
-        self.session, self.inner = 1, broker.connect(self._will)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def renewed(self) -> MemoryLink:
-        """Connect again."""
-        self.session += 1
-        self.inner = self._broker.connect(self._will)
-        return self.inner
 
 
 @dataclass
@@ -52,22 +33,21 @@ class Federation:
     stack: contextlib.ExitStack
     broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
     seats: list[Seat] = field(default_factory=list)
-    sites: dict[str, SiteAgent] = field(default_factory=dict)
+    sites: dict[str, VirtualSite] = field(default_factory=dict)
     facts: list[AnyFact] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
     answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
+    id: str = "job-1"
     below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
 
     def __post_init__(self) -> None:
         self.store = self.stack.enter_context(Store(self.plan.home, durable=False))
         assert self.store.lock()
-        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id="job-1")
+        self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id=self.id)
         link = self.broker.connect()
         executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
         self.server = Server(executor, self.store, self._observe, only=self.run)
         self.seats.append((link, self.server))
-        self._up: dict[str, Uplink] = {}
-        self._down: dict[str, MemoryLink] = {}
         self._stores: dict[str, Store] = {}
         self._together = examples.Together()
         self._shared = Shared(self.plan.folder(self.run, ".shared"))
@@ -100,35 +80,28 @@ class Federation:
         self.boards(tables, name)
 
     def _start(self, name: str) -> None:
-        store, down, up = self._stores[name], self.broker.connect(), Uplink(self.broker, self.plan.fleet, name)
-        options = settings.parse({"device": name, "fleet": self.plan.fleet, "home": str(store.home / "above")})
-        agent = SiteAgent(up, options, store, durable=False)
-
-        def observe(job: Any, fact: AnyFact) -> None:
-            self.below[name].append(fact)
-            agent.observe(job, fact)
-
-        executor = OverLink(down, name, store.depot, store.next_epoch())
-        agent.serves(Server(executor, store, observe, around=sites.below))
-        self.seats += [(down, agent.server), (up.inner, agent)]
-        self.sites[name], self._up[name], self._down[name] = agent, up, down
+        made = VirtualSite(
+            self.broker, self._stores[name], self.plan.fleet, name, lambda job, fact: self.below[name].append(fact)
+        )
+        self.seats += made.seats()
+        self.sites[name] = made
 
     def kill(self, name: str) -> None:
         """A site's process is killed, and started again in the same home."""
-        links = (self._up[name].inner, self._down[name])
+        links = [link for link, _ in self.sites[name].seats()]
         for link in links:
             self.broker.lose(link)
         self.seats = [(link, seat) for link, seat in self.seats if link not in links]
-        self.sites[name]._lock.close()
+        self.sites[name].agent._lock.close()
         self._start(name)
 
     def cut(self, name: str) -> None:
         """A site loses its connection to the coordinator above."""
-        self.broker.lose(self._up[name].inner)
+        self.sites[name].up.lose()
 
     def join(self, name: str) -> None:
         """It has it again, with a new session."""
-        up = self._up[name]
+        up = self.sites[name].up
         (place,) = [at for at, (link, _) in enumerate(self.seats) if link is up.inner]
         self.seats[place] = (up.renewed(), self.seats[place][1])
 
@@ -139,10 +112,10 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(plan: Plan, split: Sequence[int] = ()) -> Iterator[Federation]:
+def federation(plan: Plan, split: Sequence[int] = (), id: str = "job-1") -> Iterator[Federation]:
     """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
-        made = Federation(plan, stack)
+        made = Federation(plan, stack, id=id)
         begin = 0
         for number, count in enumerate(split):
             made.site(f"site-{number}", made.tables[begin : begin + count])

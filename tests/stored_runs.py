@@ -19,7 +19,6 @@ from fedquilt.coordinator.facts import (
     Extended,
     Lost,
     Noted,
-    Plan,
     Rejected,
     Reopened,
     Resumed,
@@ -28,6 +27,7 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Update, Usage

@@ -61,8 +61,8 @@ def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
         example_j=None if energy_j is None or not examples else energy_j / examples,
         peak_bytes=highest.peak_bytes if highest else None,
         base_bytes=highest.base_bytes if highest else None,
-        down_bytes=sum(usage.down_bytes for usage in usages),
-        up_bytes=sum(usage.up_bytes for usage in usages),
+        down_bytes=sum(update.down_bytes for update in updates),
+        up_bytes=sum(update.up_bytes for update in updates),
     )
 
 

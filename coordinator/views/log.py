@@ -23,7 +23,6 @@ from fedquilt.coordinator.facts import (
     Folded,
     Lost,
     Noted,
-    Plan,
     Rejected,
     Reopened,
     Resumed,
@@ -32,6 +31,7 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views import costs, devices, progress
@@ -200,7 +200,7 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
             note = [fact.update.note] if fact.update.note else []
-            return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}", *note]
+            return [f"round {fact.round}: update from {_whose(fact.update)}: {took(fact.update.usage)}", *note]
         case Rejected():
             return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
         case Lost():
@@ -283,6 +283,17 @@ def _energy(updates: Sequence[Update]) -> str | None:
     some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
     scale, prefix = units.unit(taken.energy_j)
     return f"{taken.energy_j / scale:.3g} {prefix}J{some}"
+
+
+def _whose(update: Update) -> str:
+    """Device of an update; of a site's with the number of its boards, and what they fetched and sent."""
+    said = update.device
+    if update.boards:
+        said += f" of {len(update.boards)} {'board' if len(update.boards) == 1 else 'boards'}"
+    if update.below is not None:
+        below = update.below
+        said += f" ({units.size(below.down_bytes)} down and {units.size(below.up_bytes)} up to them and from them)"
+    return said
 
 
 def took(usage: Usage) -> str:

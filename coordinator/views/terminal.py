@@ -24,7 +24,6 @@ from fedquilt.coordinator.facts import (
     Closed,
     Declined,
     Ended,
-    Plan,
     Rejected,
     Rounds,
     Surveyed,
@@ -33,6 +32,7 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.places import Where
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store

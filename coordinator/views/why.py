@@ -14,13 +14,13 @@ from fedquilt.coordinator.facts import (
     Committed,
     Declined,
     Ended,
-    Plan,
     Rejected,
     Reopened,
     Rounds,
     Surveyed,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 
@@ -77,6 +77,8 @@ class Parts:
                 found[fact.round][fact.device] = Part("refused", f"update refused: {fact.reason}")
             case Answered():
                 found[fact.round][fact.update.device] = Part("answered", "update received")
+                through = Part("answered", f"update received, of the site {fact.update.device}")
+                found[fact.round].update(dict.fromkeys(fact.update.boards, through))
             case Reopened():
                 late = Part("asked", "selected; no update by the deadline: another attempt at the round asks it last")
                 again = dict.fromkeys(state.asked, late)

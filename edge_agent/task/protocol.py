@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from fedquilt.core import BlobRef, Task
+from fedquilt.core import BlobRef, Task, Usage
 
 
 class Asked(Protocol):
@@ -82,6 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     planned_bytes: int | None = None  # peak that its engine predicted, beside `base_bytes`
     runs_on: str = ""  # of an engine that may use a GPU: what it used last
     overrun: bool = False  # memory ran out at work; with code "memory" and not this, an engine refused beforehand
+    below: Usage | None = None  # of a site: as in its update
     killed: bool = False  # from outside, not for its own fault: the same order may succeed next time
 
 

@@ -12,6 +12,7 @@ from fedquilt.api.job import Job
 from fedquilt.api.table import Table
 from fedquilt.coordinator import facts as history
 from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.views import costs, log, scores, why
 from fedquilt.core import StoreError
@@ -98,7 +99,7 @@ class Run:
         """Events of the run as sentences, oldest first; the total cost stands last."""
         with self._store() as store:
             row, facts = self._read(store)
-        state, said = history.Rounds(history.Plan.of(row.job)), []
+        state, said = history.Rounds(Plan.of(row.job)), []
         for fact in facts:
             state = history.apply(state, fact, 0.0)
             said += log.sentences(fact, log.closing(state, fact))

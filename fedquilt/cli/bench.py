@@ -25,8 +25,10 @@ WHAT = (
     "coordinator",
     "large",
     "sums",
+    "sites",
     "sim",
 )
+FLEETS = ("coordinator", "sites")
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"
 
 
@@ -34,9 +36,18 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 @argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
 @option("--size", type=options.POSITIVE, many=True, help="For stitch and memory: sizes of images in pixels.")
 @option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
-@option("--agents", type=options.POSITIVE, many=True, help="For coordinator: numbers of boards (default: 200 3000).")
+@option(
+    "--agents",
+    type=options.POSITIVE,
+    many=True,
+    help="For coordinator: numbers of boards (default: 200 3000). For sites: boards of each (default: 1000).",
+)
+@option("--sites", type=options.POSITIVE, help="For sites: number of sites (default: 20).")
+@option(
+    "--method", "methods", many=True, metavar="NAME", help="For sites: methods (default: six that add up, and robust)."
+)
 @option("--updates", type=options.POSITIVE, help="For large: updates of the round (default: 5).")
-@option("--rounds", type=options.POSITIVE, help="For coordinator: rounds of each fleet (default: 6).")
+@option("--rounds", type=options.POSITIVE, help="For coordinator (default: 6) and sites (default: 2): rounds.")
 @option(
     "--after",
     type=options.POSITIVE,
@@ -102,7 +113,9 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     for name, allowed, where in (
         ("size", what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
         ("images", what == "stitch" and not ablating, "`bench stitch`"),
-        *((name, what == "coordinator", "`bench coordinator`") for name in ("agents", "rounds", "after")),
+        ("after", what == "coordinator", "`bench coordinator`"),
+        *((name, what in FLEETS, "`bench coordinator` and `bench sites`") for name in ("agents", "rounds")),
+        *((name, what == "sites", "`bench sites`") for name in ("sites", "methods")),
         ("updates", what == "large", "`bench large`"),
         ("ablate", what == "stitch", "`bench stitch`"),
         ("data", what == "sim", "`bench sim`"),
@@ -117,6 +130,9 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     if what == "coordinator":
         some = {name: given[name] for name in ("agents", "rounds", "after") if given[name] is not None}
         return tool.main(what, format, given=some)
+    if what == "sites":
+        some = {name: given[name] for name in ("sites", "rounds", "methods") if given[name] is not None}
+        return tool.main(what, format, given=some | ({"agents": given["agents"][0]} if given["agents"] else {}))
     if what == "large":
         return tool.main(what, format, given={"updates": given["updates"]} if given["updates"] else {})
     if what != "sim":

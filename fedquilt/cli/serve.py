@@ -18,7 +18,7 @@ from fedquilt.core import JobError
     type=options.PATH,
     metavar="FILE",
     help="Be a site: a device of the coordinator above that this file names, as a board's agent.toml does (device, "
-    "home, fleet, [broker]), which answers with the sum of the boards here.",
+    "home, fleet, [broker]), which answers for the boards here.",
 )
 @options.log_format
 @options.broker()

@@ -185,6 +185,18 @@ class Update(Told, frozen=True, omit_defaults=True):
     state: AnyDigest = ""  # of the task: the state that it was computed from; "": not told
     epoch: Count = 0  # of the task
     note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
+    below: Usage | None = None  # of a site: what its boards took together, on their way to the site
+    boards: Annotated[tuple[Name, ...], Meta(max_length=1_000_000)] = ()  # of a site, as its coordinator has read them
+
+    @property
+    def down_bytes(self) -> int:
+        """Bytes that were fetched for it, those of a site's boards among them."""
+        return self.usage.down_bytes + (self.below.down_bytes if self.below else 0)
+
+    @property
+    def up_bytes(self) -> int:
+        """Bytes that were sent of it, those of a site's boards among them."""
+        return self.usage.up_bytes + (self.below.up_bytes if self.below else 0)
 
 
 class Rates(Told, frozen=True, array_like=True, omit_defaults=True):

@@ -120,7 +120,6 @@ class Expected:
 
     bundles: Mapping[str, Mapping[str, Any]]  # bundle -> tensors: arrays, or anything with a shape and a dtype
     whole: bool = True  # all of it and exactly so; else any part: fewer bundles, fewer tensors, fewer entries in each
-    other: Expected | None = None  # what it may hold instead, in bundles of other names
 
 
 Fold = TypeVar("Fold", bound=Callable[..., Any])

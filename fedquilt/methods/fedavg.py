@@ -281,6 +281,16 @@ def learned(model: Tensors) -> list[str]:
     return [name for name, a in model.items() if a.dtype.kind == "f" and name.rpartition(".")[2] not in statistics]
 
 
+def require_one(update: Contribution) -> None:
+    """Check the weight of an update, for methods in which every device counts as much.
+
+    Raises:
+        UpdateError: it is not 1, so that a site's sum would weigh something else than its updates.
+    """
+    if update.weight != 1:
+        raise UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
+
+
 def steps_of(update: Contribution) -> float:
     """Number of mini-batches a device took.
 

@@ -32,6 +32,7 @@ from fedquilt.core import (
     Task,
     Tensors,
     adds_up,
+    checked_by,
     expects,
     same_for_all,
 )
@@ -102,11 +103,23 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
 
 
+def require(state: fedavg.State, update: Contribution) -> None:
+    """Check an update as FedAvg does, and that it counts as much as any other.
+
+    Raises:
+        UpdateError: it does not.
+    """
+    fedavg.require_one(update)
+    fedavg.require(state, update)
+
+
 @adds_up(fedavg.Sum, fedavg.sound)
 @expects(fedavg.whole)
+@checked_by(require)
 def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
-    """Add an update; every device counts alike."""
-    return fedavg.fold(state, so_far, replace(update, weight=1.0))
+    """Add an update; every device counts alike. Errors as of `require`."""
+    require(state, update)
+    return fedavg.fold(state, so_far, update)
 
 
 def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:

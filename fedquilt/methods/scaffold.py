@@ -123,6 +123,7 @@ def require(state: State, update: Contribution) -> None:
     if new not in (0.0, 1.0):
         raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
     fedavg.steps_of(update)
+    fedavg.require_one(update)
     fedavg.require(state, update)
 
 

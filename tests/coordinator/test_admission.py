@@ -39,13 +39,13 @@ from fedquilt.coordinator.facts import (
     Committed,
     Declined,
     Ended,
-    Plan,
     Rejected,
     Reopened,
     Rounds,
     Started,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Update, Usage, Work
 from fedquilt.wire import Claim

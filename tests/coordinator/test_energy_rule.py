@@ -11,8 +11,9 @@ import pytest
 from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import deadline, rounds, settings, tasks
 from fedquilt.coordinator.deadline import Ask, Took, allowed
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rounds, Started, apply
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log

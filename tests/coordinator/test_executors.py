@@ -15,8 +15,9 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, OverLink
-from fedquilt.coordinator.facts import Plan, Rounds
+from fedquilt.coordinator.facts import Rounds
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef
 from fedquilt.transport.around import Around

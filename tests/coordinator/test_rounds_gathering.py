@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from job_facts import BLOB, after, update
 
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Ended, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Ended, Rounds, Started, apply
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rounds import decide
 from fedquilt.coordinator.settings import Cohort, Stop
 

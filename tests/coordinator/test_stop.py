@@ -5,13 +5,25 @@ from __future__ import annotations
 from fedquilt import methods
 from fedquilt.coordinator.settings import Stop
 from fedquilt.coordinator.stop import Spent, caveat, cut_short, reached
-from fedquilt.core import Usage
+from fedquilt.core import Update, Usage
+
+
+def update(usage: Usage, below: Usage | None = None) -> Update:
+    """An answer that took so much."""
+    told = {"bundles": {}, "metrics": {}, "usage": usage, "below": below}
+    return Update(job="j", round=0, attempt=0, device="a", weight=1.0, **told)
 
 
 def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
     """Joules where they were measured, blobs both ways."""
-    spent = Spent().plus(Usage(energy_j=3.0, down_bytes=5, up_bytes=2)).plus(Usage(up_bytes=1))
+    spent = Spent().plus(update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2))).plus(update(Usage(up_bytes=1)))
     assert spent == Spent(joules=3.0, metered=1, unmetered=1, bytes=8)
+
+
+def test_bytes_of_a_sites_boards_are_spent_beside_its_own() -> None:
+    """Its joules are its boards' already."""
+    site = update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2), Usage(energy_j=3.0, down_bytes=100, up_bytes=50))
+    assert Spent().plus(site) == Spent(joules=3.0, metered=1, bytes=157)
 
 
 def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:

@@ -228,14 +228,16 @@ def test_pfedme_on_a_quadratic_comes_to_its_closed_form() -> None:
 
 
 def test_pfedmes_server_goes_by_beta_and_by_no_examples() -> None:
-    """From 0 to models 1 and 4 of devices with 1 and 99 examples: the mean is 2.5, with beta = 2 it is 5."""
+    """From 0 to models 1 and 4: the mean is 2.5, with beta = 2 it is 5. One that weighs more is refused."""
     start = {"x": np.zeros(1, np.float32)}
     for beta, wanted in ((1.0, 2.5), (2.0, 5.0)):
         state = pfedme.METHOD.init(to_train({"name": "x"}, start), pfedme.Params(beta=beta), 0)
         total = None
-        for device, value, weight in (("a", 1.0, 1.0), ("b", 4.0, 99.0)):
+        for device, value in (("a", 1.0), ("b", 4.0)):
             model = {"model": {"x": np.full(1, value, np.float32)}}
-            total = pfedme.fold(state, total, Contribution(device, 0, weight, {}, model))
+            total = pfedme.fold(state, total, Contribution(device, 0, 1.0, {}, model))
+        with pytest.raises(UpdateError, match="c weighs 99: with this method every device weighs 1"):
+            pfedme.fold(state, total, Contribution("c", 0, 99.0, {}, model))
         assert pfedme.step(state, total).model["x"] == pytest.approx([wanted])
 
 

@@ -11,13 +11,15 @@ import pytest
 from sited import federation
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import settings, sites
+from fedquilt.coordinator import housekeeping, settings, sites
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.tools import demo
+from fedquilt.tools.artefacts.export import export
 from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.site.worker import HALTED
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
 METHODS = {
@@ -73,7 +75,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
     """One of two sites says that its boards have more examples than its sum has; the round goes on with the other."""
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
     with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
-        worker = made.sites["site-0"].agent.duty._worker
+        worker = made.sites["site-0"].agent.agent.duty._worker
         plain = worker.poll
 
         def poll(now_s: float) -> list[Any]:
@@ -128,19 +130,80 @@ def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_
         assert sum(isinstance(fact, Committed) for fact in below) == 3
 
 
-def test_a_method_that_does_not_add_up_has_nothing_for_a_site(tmp_path: Path) -> None:
-    """The rounds of Krum are made of the boards that are no site's."""
-    table = {"params": {"lr": 0.2, "rule": "median"}, "cohort": {"start_devices": 4, "min_devices": 3}}
-    with federation(plan(tmp_path, "robust", **table), (3,)) as made:
-        assert made.play() == "done"
-        declined = {fact.device: fact.reason for fact in made.facts if isinstance(fact, Declined)}
-        assert declined == {"site-0": "the method has nothing for it now"}
-        assert "site-0" not in {fact.update.device for fact in made.facts if isinstance(fact, Answered)}
+def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tuple[list[bytes], list[dict[str, float]]]:
+    """States after every round, and the rounds' evaluations."""
+    table = {"cohort": {"start_devices": waits}, "check": {"every": 1}, "wire": {"codec": codec}}
+    with federation(plan(folder, **table), split) as made:
+        assert made.play() == "done", made.facts[-1]
+        committed = [fact for fact in made.facts if isinstance(fact, Committed)]
+        return made.states, [
+            {name: value for name, value in fact.metrics.items() if name.startswith("check.")} for fact in committed
+        ]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, codec: str) -> None:
+    """As boards of one coordinator do: the closing evaluation too, which trains nobody."""
+    states, flat = checked(tmp_path / "flat", (), 6, codec)
+    assert len(flat) == 4
+    assert all({"check.accuracy", "check.examples"} <= each.keys() for each in flat)
+    below, sited = checked(tmp_path / "sited", (3, 2), 3, codec)
+    assert below == states
+    for one, other in zip(flat, sited, strict=True):
+        assert other == pytest.approx(one, rel=1e-12)
 
 
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
     """No state has come for it from above."""
     job = settings.parse({"name": "own", "method": "fedavg"})
-    below = sites.below(methods.load("fedavg"), job)
+    below = sites.below(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):
         below.send(sites.Given(sites.NOTHING, sites.NOTHING), DeviceView("a", None))
+
+
+def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resumed_there(tmp_path: Path) -> None:
+    """The other site goes on meanwhile, and no deadline passes."""
+    table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 600}}
+    with federation(plan(tmp_path, rounds=8, flops=1e10, **table), (3, 3)) as made:
+        store = made._stores["site-0"]
+        assert made.play(partial(reached, made.below["site-0"], Answered, 4)) == "running"
+        store.set_status("job-1", "stopping")
+        stopped_s = made.broker.now_s
+        assert made.play(lambda: len(made.states) == 4) == "running"
+        assert made.broker.now_s < stopped_s + 600
+        declined = [fact for fact in made.facts if isinstance(fact, Declined)]
+        assert {fact.device for fact in declined} == {"site-0"}
+        assert {fact.reason for fact in declined} == {HALTED}
+        assert made.answered[1] == made.answered[2] == ["site-1"]
+        store.set_status("job-1", "running")
+        assert made.play() == "done"
+        assert sorted(made.answered[7]) == ["site-0", "site-1"]
+
+
+def test_what_a_sites_boards_fetched_and_sent_is_counted_above_too(tmp_path: Path) -> None:
+    """As one coordinator with all boards counts it, and the site's own way beside it."""
+    with federation(plan(tmp_path / "flat", rounds=1), ()) as made:
+        assert made.play() == "done"
+        flat = [fact.update for fact in made.facts if isinstance(fact, Answered)]
+    with federation(plan(tmp_path / "sited", rounds=1, cohort={"start_devices": 2}), (3, 3)) as made:
+        assert made.play() == "done"
+        sited = [fact.update for fact in made.facts if isinstance(fact, Answered)]
+    boards = [update.below for update in sited]
+    assert sum(each.down_bytes for each in boards if each) == sum(update.usage.down_bytes for update in flat)
+    assert sum(each.up_bytes for each in boards if each) == sum(update.usage.up_bytes for update in flat)
+    assert all(update.up_bytes == update.usage.up_bytes + update.below.up_bytes for update in sited if update.below)
+    assert [len(update.boards) for update in sited] == [3, 3]
+
+
+def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Path) -> None:
+    """The result is at the coordinator above."""
+    run = "sited-20260101-000000-abcdef"
+    with federation(plan(tmp_path, rounds=1, cohort={"start_devices": 1}), (6,), run) as made:
+        assert made.play() == "done"
+        store = made._stores["site-0"]
+        with pytest.raises(JobError, match="its result is at the coordinator above"):
+            export(store, run, tmp_path / "out.safetensors")
+        assert (store.home / "sites" / run).is_dir()
+        store.set_status(run, "stopped")
+        housekeeping.remove(store, [run])
+        assert not (store.home / "sites" / run).exists()

@@ -40,6 +40,9 @@ def state_of(store: Store, row: Row) -> Any:
     try:
         return tensors.unpack(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
+        if row.bundle.parent.name == "sites":
+            above = "its result is at the coordinator above, which has all sites"
+            raise JobError(f"{row.id} is a round of a site, {store.home}: {above}") from None
         raise StoreError(
             f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job anew"
         ) from None

@@ -27,6 +27,7 @@ import psutil
 
 from fedquilt import bundle, methods, tensors, wire
 from fedquilt.coordinator import facts, settings
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.snapshots import Standing
@@ -227,7 +228,7 @@ def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> Non
     state = store.depot.put(tensors.pack(first_state(job, bundle.load(store.job(run).bundle), method)))
     devices = tuple(f"board-{number:05d}" for number in range(count))
     update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)
-    standing = Standing(facts.Rounds(facts.Plan.of(job)))
+    standing = Standing(facts.Rounds(Plan.of(job)))
 
     def append(fact: facts.AnyFact) -> None:
         store.append(run, fact)

@@ -25,7 +25,8 @@ import msgspec
 
 from fedquilt.coordinator import rounds
 from fedquilt.coordinator.deadline import POLICIES, Ask
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Rounds, Started, apply
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Cost, OperatingPoint, Profile, Update, Usage, Work
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice

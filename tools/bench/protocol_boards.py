@@ -14,6 +14,7 @@ import selectors
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -70,6 +71,21 @@ class Moved:
         return self._sent[offset:first] + moved[max(offset - first, 0) : min(end, last) - first] + self._sent[last:end]
 
 
+def step(number: int) -> float:
+    """How far a board of this number moves every number of a model."""
+    return 1e-6 * (number + 1)
+
+
+def weight(method: str) -> float:
+    """Weight of an update with this method."""
+    return 1.0 if method == "scaffold" else float(EXAMPLES)
+
+
+def metrics(round: int) -> dict[str, float]:
+    """Metrics of an update of this round: what any of the methods asks for."""
+    return {"loss": 1.0, "steps": 10.0, "new": float(round == 0)}
+
+
 class Crowd:
     """The boards of one process.
 
@@ -80,13 +96,15 @@ class Crowd:
     """
 
     def __init__(self, url: str, first: int, count: int) -> None:
-        self.broker, self.topics = Broker.parse(url), wire.Topics(FLEET)
+        self.broker, self.topics, self.clock = Broker.parse(url), wire.Topics(FLEET), time.monotonic
         self.blobs: dict[str, bytes] = {}  # sha256 -> content that the boards have fetched, once for all of them
         self.boards = [Board(self, number) for number in range(first, first + count)]
         self.parts: dict[str, bytearray] = {}  # sha256 -> what has come of a blob that a board fetches for all
         self._layouts: dict[str, dict[str, str]] = {}  # sha256 -> types and shapes of its tensors
         self.refused = 0  # updates that the coordinator did not take
         self._ready = selectors.DefaultSelector()
+
+    profile: Mapping[str, Any] = PROFILE
 
     def connect(self) -> None:
         """Connect all boards, and wait until the broker has each one's presence and profile."""
@@ -177,19 +195,19 @@ class Board:
 
     def _greet(self, client: Any, userdata: Any, flags: Any, reason: Any, properties: Any) -> None:
         self.client.ask(self.crowd.topics.for_device(self.device))
-        self._tell(time.monotonic())
+        self._tell(self.crowd.clock())
 
     def _tell(self, now_s: float) -> None:
         """Publish presence and profile, repeatedly with growing pauses, as agents do."""
         self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
-        self._told = self._publish("profile", Profile(device=self.device, **PROFILE), retain=True)
+        self._told = self._publish("profile", Profile(device=self.device, **self.crowd.profile), retain=True)
         self._tell_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, RETELL_MOST_S)
 
     def _settled(self, mid: int, code: int) -> None:
         self.told = self.told or mid == self._told
 
     def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
-        route, now_s = wire.route(topic), time.monotonic()
+        route, now_s = wire.route(topic), self.crowd.clock()
         match route.leaf:
             case "coord" if wire.decode(payload, wire.CoordState).online:
                 self._patience_s = RETELL_S
@@ -257,21 +275,20 @@ class Board:
         if task is None or self._pulls or not self._waits <= self.crowd.blobs.keys():
             return
         model = task.bundles["model"]
-        self._moved = Moved(self.crowd.blobs[model.sha256], 1e-6 * (self.number + 1))
+        self._moved = Moved(self.crowd.blobs[model.sha256], step(self.number))
         sha256 = hashlib.sha256()
         for offset in range(0, model.size, CHUNK):
             sha256.update(self._moved.read(offset, min(CHUNK, model.size - offset)))
         ref = BlobRef(sha256=sha256.hexdigest(), size=model.size)
         self._manifest = wire.encode(chunks.cut(ref, CHUNK, self._moved.read))
-        own = {"steps": 10.0, "new": float(task.round == 0)} if task.method == "scaffold" else {}
         self._update = Update(
             job=task.job,
             round=task.round,
             attempt=task.attempt,
             device=self.device,
-            weight=float(EXAMPLES),
+            weight=weight(task.method),
             bundles={"model": ref},
-            metrics={"loss": 1.0, **own},
+            metrics=metrics(task.round),
             usage=Usage(wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=ref.size),
             layouts={"model": self.crowd.layout(model.sha256)},
             state=task.state,

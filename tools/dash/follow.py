@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 
 from fedquilt import methods
 from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Plan, Rejected, Rounds, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Rejected, Rounds, Surveyed
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views import log, progress, why
 from fedquilt.core import FedquiltError
@@ -114,8 +115,8 @@ class Follower:
                 usage, turn = fact.update.usage, self.turns.setdefault(fact.round, Turn(at))
                 took_s = usage.wall_s if fact.took_s is None else fact.took_s
                 turn.timed[fact.update.device] = Timed(took_s, usage.wall_s, usage.down_bytes, usage.up_bytes)
-                self.down_bytes += usage.down_bytes
-                self.up_bytes += usage.up_bytes
+                self.down_bytes += fact.update.down_bytes
+                self.up_bytes += fact.update.up_bytes
             case Committed():
                 if fact.round in self.turns:
                     self.turns[fact.round].took_s = fact.took_s

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fedquilt.coordinator import boards_store, store_reader
-from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.housekeeping import ENDED
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.store_reader import Mark, Reader

@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 
 from fedquilt import bundle, methods, metrics, tensors
-from fedquilt.coordinator.facts import Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import Committed, Rounds, Started, apply
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.views import scores

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedquilt.coordinator.facts import Plan
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.views import costs, progress, scores, why
 from fedquilt.coordinator.views.costs import Account

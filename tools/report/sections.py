@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from fedquilt import metrics, units
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Rounds, Surveyed, apply
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.views import costs
 from fedquilt.coordinator.views.costs import Ledger
 from fedquilt.coordinator.views.log import Teller

@@ -1,16 +1,18 @@
 """Worker of a site's agent: what it is ordered by the coordinator above is a round of the coordinator that is here.
 
 The agent of a site is that of a board: it accepts tasks, keeps results until they are answered, and joins again. Its
-worker gives the order to the store as a job's round, with the state from above, and the outcome is that round's sum.
-All of it is in the log: a site that is started again goes on with its round, and gives an answer again that was lost.
+worker gives the order to the store as a job's round, with the state from above, and the outcome is what that round has
+brought: a sum, or the boards' updates. All of it is in the log: a site that is started again goes on with its round,
+and gives an answer again that was lost.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +20,27 @@ import msgspec
 import numpy as np
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import facts, settings, sites
+from fedquilt.coordinator import facts, passed, rounds, settings, sites
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Cost, FedquiltError, JobError, OperatingPoint, Reading, Update, Work
+from fedquilt.core import (
+    BlobRef,
+    Contribution,
+    Cost,
+    FedquiltError,
+    JobError,
+    OperatingPoint,
+    Reading,
+    Tensors,
+    Update,
+    Usage,
+    Work,
+)
 from fedquilt.edge_agent.events import Means
+from fedquilt.edge_agent.task import outputs
 from fedquilt.edge_agent.task.protocol import Event, Order, Outcome
 
 log = logging.getLogger("fedquilt.agent")
@@ -32,6 +48,7 @@ log = logging.getLogger("fedquilt.agent")
 WITHIN: Final = 0.9  # share of the task's deadline that the boards get: the rest is for the way up
 POLL_S: Final = 0.5
 LONG: Final = 1_000_000  # rounds of a site's job: the coordinator above ends it
+HALTED: Final = "stopped at the site by request: it takes no part until it is resumed there (`fedquilt resume`)"
 
 
 class Site:
@@ -64,6 +81,41 @@ class Site:
         return msgspec.structs.replace(measured, energy_j=self.energy_j, energy_source=source)
 
 
+class _Log:
+    """What the worker has to know of a job's log, of which each fact is read once."""
+
+    def __init__(self) -> None:
+        self.last: facts.Started | facts.Committed | None = None
+        self.halted = False  # whether it was stopped here by request, and not resumed since
+        self.updates: dict[str, Update] = {}  # of the round that began last: updates that count, by board
+        self.refusals: dict[str, str] = {}  # board -> reason of its refusal, or of its update's
+        self._seq = 0
+
+    def read(self, store: Store, id: str) -> _Log:
+        """Go on to the log's end."""
+        for seq, _, fact in store.facts(id, self._seq):
+            self._seq = seq
+            match fact:
+                case facts.Started():
+                    self.last, self.halted = fact, False
+                    self.updates, self.refusals = {}, {}
+                case facts.Committed():
+                    self.last = fact
+                case facts.Answered():
+                    self.updates[fact.update.device] = fact.update
+                case facts.Lost():
+                    self.updates.pop(fact.device, None)
+                case facts.Declined(code=code) if code == NOTHING:
+                    continue
+                case facts.Declined() | facts.Rejected():
+                    self.refusals[fact.device] = fact.reason
+                case facts.Noted(said):
+                    self.halted = self.halted or said == HALTED
+                case facts.Resumed():
+                    self.halted = False
+        return self
+
+
 class SiteWorker:
     """Carries out a site's orders as rounds of its own coordinator. A `Worker`, and an observer of `Server`.
 
@@ -82,6 +134,9 @@ class SiteWorker:
         self._begun_s = 0.0
         self._asked = False  # whether the store has the round of the order
         self._outcome: Outcome | None = None
+        self._logs: dict[str, _Log] = {}  # by job
+        self._stopping: set[str] = set()  # jobs that this worker has stopped
+        self._halting: set[str] = set()  # jobs that somebody else has
 
     def start(self, order: Order, now_s: float) -> None:
         """Note the order; its round begins as soon as the one before it has been given up."""
@@ -89,15 +144,19 @@ class SiteWorker:
 
     def poll(self, now_s: float) -> list[Event]:
         """The outcome, once the round has been committed or has failed."""
+        self._halt()
         order = self._order
         if order is None:
             return []
-        if not self._asked and self._outcome is None and self.server.job(order.task.job) is None:
+        runs = self.server.job(order.task.job) is not None
+        if not self._asked and self._outcome is None and not runs:
             self._asked = True
             try:
                 self._outcome = self._begin(order)
             except FedquiltError as error:
                 self._outcome = Outcome(code="failed", reason=str(error)[:1000])
+        elif not self._asked and self._outcome is None:
+            self._stop(order.task.job)
         if self._outcome is None or self.server.job(order.task.job) is not None:
             return []
         outcome, self._outcome, self._order = self._outcome, None, None
@@ -124,21 +183,25 @@ class SiteWorker:
         """Take note of what happens to the round; one that is committed is followed by none until the next order."""
         if isinstance(fact, facts.Committed):
             self._stop(job.id)
-            if self._order is not None and (job.id, fact.round) == (self._order.task.job, self._order.task.round):
+            if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
                 self._outcome = self._answer(job.id, fact)
+        elif isinstance(fact, facts.Ended) and fact.status == "stopped":
+            self._halting |= {job.id} - self._stopping
+            self._stopping.discard(job.id)
         elif isinstance(fact, facts.Ended) and fact.status == "failed" and self._is_ordered(job.id):
             self._outcome = Outcome(code="failed", reason=f"the site's round failed: {fact.reason}"[:1000])
 
     def means(self, before: Means, now_s: float) -> Means:
-        """What the site has, as its boards are: engines of any, the largest budget, and how many there are."""
-        seen = [each.profile for each in self.server.registry.seen(now_s).values() if each.online and each.profile]
+        """What the site has, as its boards are: engines and codecs of any, the largest budget, how many there are."""
+        known = [each for each in self.server.registry.seen(now_s).values() if each.profile]
+        seen = [each.profile for each in known if each.online and each.profile]
         self._board.memory_bytes = sum(each.memory_bytes for each in seen)
         return msgspec.structs.replace(
             before,
             budget_bytes=max((each.budget_bytes for each in seen), default=0),
             engines=tuple(sorted({engine for each in seen for engine in each.engines})),
-            codecs=("raw",),
-            boards=max(len(seen), 1),  # a site without boards is no board
+            codecs=tuple(sorted({"raw"}.union(*(each.codecs for each in seen)))),
+            boards=max(len(known), 1),  # a site without boards is no board
         )
 
     # -- rounds --
@@ -148,8 +211,17 @@ class SiteWorker:
 
     def _stop(self, id: str) -> None:
         if self._store.status(id) in ("queued", "running"):
+            self._stopping.add(id)
             self._store.set_status(id, "stopping")
             self.server.look()
+
+    def _halt(self) -> None:
+        """Note what was stopped here by request, once its coordinator has left it; the order comes to nothing."""
+        for id in [id for id in self._halting if self.server.job(id) is None]:
+            self._halting.discard(id)
+            self._store.append(id, facts.Noted(HALTED))
+            if self._is_ordered(id) and self._outcome is None:
+                self._asked, self._outcome = True, Outcome(code="failed", reason=HALTED)
 
     def _begin(self, order: Order) -> Outcome | None:
         """Have the round carried out; an outcome if that has happened already.
@@ -157,40 +229,43 @@ class SiteWorker:
         Raises:
             FedquiltError: the order is none that a site can carry out.
         """
-        task = order.task
-        if "check" in task.actions:
-            raise JobError("a site does not evaluate: set [check] every = 0, or beside = true")
+        task, store, id = order.task, self._store, order.task.job
         if sites.STATE not in order.bundles or "job" not in task.params:
-            raise JobError("the task is none for a site: this method, or this phase of it, works with boards alone")
+            raise JobError("the task is none for a site: the coordinator above is of an earlier version of fedquilt")
         given = sites.given(tensors.read(Path(order.bundles[sites.STATE])))
         tensors.unpack(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
-        store, id = self._store, task.job
         if not store.status(id):
-            job = self._job(task.params["job"], task.deadline_s)
+            job = self._job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
-            bundle.write(folder, {"network": {}}, {})
+            _write_files(folder, order)
             store.add(job, folder, id=id)
         else:
-            row = store.job(id)
-            job = row.job
-            if not row.bundle.exists():  # a restored home has the log alone
-                bundle.write(row.bundle, {"network": {}}, {})
-        state, last = facts.Rounds(facts.Plan.of(job)), None
-        for _, _, fact in store.facts(id):
-            state = facts.apply(state, fact, 0.0)
-            last = fact if isinstance(fact, facts.Committed) else last
-        if state.state is not None and self._same(state.state, given):
-            if last is not None and (last.round, last.state) == (task.round, state.state):
-                return self._answer(id, last)
-            if state.round == task.round:
+            _write_files(store.job(id).bundle, order)  # other files than before, or a restored home has the log alone
+        known = self._log(id)
+        if known.halted:
+            return Outcome(code="failed", reason=HALTED)
+        if known.last is not None and self._same(known.last.state, given):
+            if isinstance(known.last, facts.Committed) and known.last.round == task.round:
+                return self._answer(id, known.last)
+            if isinstance(known.last, facts.Started) and known.last.begins == task.round:
                 self._resume(id)
                 return None
-        ref = store.depot.put(tensors.pack(given))
-        store.append(id, facts.Started(ref, begins=task.round))
+        started = facts.Started(
+            store.depot.put(tensors.pack(given)),
+            begins=task.round,
+            actions=task.actions,
+            settling=bool(task.params.get("settling")),
+            deadline_s=max(WITHIN * task.deadline_s, 1.0),
+        )
+        store.append(id, started)
         self._resume(id)
         return None
 
+    def _log(self, id: str) -> _Log:
+        return self._logs.setdefault(id, _Log()).read(self._store, id)
+
     def _resume(self, id: str) -> None:
+        self._stopping.discard(id)
         self._store.set_status(id, "running")
         self.server.look()
 
@@ -199,13 +274,14 @@ class SiteWorker:
         payload = self._store.depot.load(ref.sha256)
         return payload is not None and np.array_equal(tensors.unpack(payload, sites.Given).inner, given.inner)
 
-    def _job(self, table: Mapping[str, Any], deadline_s: float) -> Job:
-        """The job of the coordinator above as one of this: every board here, in most of the time that there is."""
+    def _job(self, table: Mapping[str, Any]) -> Job:
+        """The job of the coordinator above as one of this, in whose rounds every board here is asked."""
         told = settings.parse(table)
+        spared = {name: getattr(told.cohort, name) for name in ("min_battery", "max_temperature_c", "max_examples")}
         return msgspec.structs.replace(
             told,
             rounds=LONG,
-            cohort=settings.Cohort(quorum=self._quorum, deadline_s=max(WITHIN * deadline_s, 1.0), attempts=1),
+            cohort=settings.Cohort(quorum=self._quorum, attempts=1, select=told.cohort.select, **spared),
             check=settings.Check(),
             stop=settings.Stop(),
             trigger=None,
@@ -215,33 +291,58 @@ class SiteWorker:
         )
 
     def _answer(self, id: str, fact: facts.Committed) -> Outcome:
-        """The outcome of a committed round: its sum, and what its boards took, as the log tells."""
-        payload = self._store.depot.load(fact.state.sha256)
-        total = b"" if payload is None else tensors.unpack(payload, sites.Given).total
-        if payload is None or not len(total):
-            return Outcome(code="failed", reason="the sum of the site's round is gone from its disk, or of no board")
-        answered: dict[str, Update] = {}
-        for _, _, each in self._store.facts(id):
-            if isinstance(each, facts.Answered) and each.round == fact.round:
-                answered[each.update.device] = each.update
-            elif isinstance(each, facts.Lost | facts.Rejected) and each.round == fact.round:
-                answered.pop(each.device, None)
-        used = [update.usage for update in answered.values()]
+        """The outcome of a committed round: what it has brought, and what its boards took, as the log tells."""
+        order, payload, known = self._order, self._store.depot.load(fact.state.sha256), self._log(id)
+        assert order is not None
+        if payload is None:
+            return Outcome(code="failed", reason="what the site's round has brought is gone from its disk")
+        used = [update.usage for update in known.updates.values()]
         joules = [usage.energy_j for usage in used if usage.energy_j is not None]
         self._board.energy_j = math.fsum(joules) if len(joules) == len(used) else None
-        sent = {"packed": total}
-        blob = tensors.encode(sent)  # type: ignore[arg-type]
-        ref = BlobRef(sha256=hashlib.sha256(blob).hexdigest(), size=len(blob))
-        order = self._order
-        assert order is not None
-        out = Path(order.out)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{order.prefix}{ref.sha256}").write_bytes(blob)
+        refs = {}
+        if "work" in order.task.actions:
+            out = Path(order.out)
+            out.mkdir(parents=True, exist_ok=True)
+            for name, sent in self._brought(tensors.unpack(payload, sites.Given), sorted(known.updates)):
+                refs[name] = ref = outputs.write_tensors(out / f"{order.prefix}bundle", sent)
+                os.replace(out / f"{order.prefix}bundle", out / f"{order.prefix}{ref.sha256}")
         return Outcome(
-            weight=math.fsum(update.weight for update in answered.values()),
-            metrics=sites.summed_up(fact.metrics, len(answered)),
-            bundles={sites.SUM: ref},
-            layouts={sites.SUM: tensors.layout(sent)},  # type: ignore[arg-type]
+            weight=math.fsum(update.weight for update in known.updates.values()),
+            metrics=fact.metrics,
+            bundles=refs,
             examples=sum(usage.examples or 0 for usage in used),
             cpu_s=math.fsum(usage.cpu_s for usage in used),
+            note=_told(known.updates, known.refusals),
+            below=Usage(
+                down_bytes=sum(usage.down_bytes for usage in used), up_bytes=sum(usage.up_bytes for usage in used)
+            ),
         )
+
+    def _brought(self, state: sites.Given, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
+        """Bundles of the site's update: the sum of these boards, or their updates."""
+        if len(state.total):
+            yield (
+                passed.SUM,
+                {"packed": state.total, passed.TABLE: passed.table([passed.Part(each) for each in boards])},
+            )
+            return
+        yield from passed.bundled(
+            [Contribution(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]
+        )
+
+
+def _write_files(folder: Path, order: Order) -> None:
+    """Have the files of an order as the bundle of its job, where that has not all of them."""
+    files = {name.removeprefix(sites.FILE): name for name in order.bundles if name.startswith(sites.FILE)}
+    with contextlib.suppress(JobError):  # there is none, or not the whole of it
+        known = bundle.load(folder).files
+        if all(known.get(name) == order.task.bundles[given] for name, given in files.items()):
+            return
+    given = {name: Path(order.bundles[each]).read_bytes() for name, each in files.items()}
+    bundle.write(folder, {"network": {}}, given)
+
+
+def _told(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
+    """Sentence for the log above on boards that are not in the site's update; "": all of them are."""
+    refused = {device: reason for device, reason in refusals.items() if device not in updates}
+    return f"refused there: {rounds.by_reason(refused)}"[:1000] if refused else ""

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Folded, Plan, Rounds, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Folded, Rounds, apply
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store

@@ -15,13 +15,13 @@ from fedquilt.coordinator.facts import (
     Committed,
     Declined,
     Lost,
-    Plan,
     Rejected,
     Reopened,
     Rounds,
     Started,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import log
 from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Console, Contact, Waiting

@@ -17,7 +17,6 @@ from fedquilt.coordinator.facts import (
     Committed,
     Declined,
     Ended,
-    Plan,
     Rejected,
     Reopened,
     Resumed,
@@ -26,6 +25,7 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rounds import decide, survey
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store

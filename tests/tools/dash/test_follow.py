@@ -7,7 +7,7 @@ from pathlib import Path
 import dashes
 import pytest
 
-from fedquilt.coordinator.facts import Plan
+from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_reader import Reader
 from fedquilt.coordinator.views import costs, why
 from fedquilt.tools.dash.follow import LEAST, Follower, part_of

@@ -1,0 +1,183 @@
+"""What a site passes up: packed, cut into bundles, read back, and refused by name where it is not what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.coordinator import admission, facts, manifest, passed, settings, sites
+from fedquilt.coordinator.plan import Plan
+from fedquilt.core import BlobRef, Contribution, Encoding, Expected, Update, UpdateError, Usage
+
+PLAN = Plan(0, 3, settings.Cohort(), 0)
+
+
+def board(name: str, value: float, weight: float = 2.0, **metrics: float) -> Contribution:
+    model = {"a": np.full((2, 3), value, np.float32), "steps": np.array(7)}
+    return Contribution(name, 4, weight, metrics, {"model": model, "empty": {}})
+
+
+def of(given: list[Contribution], weight: float | None = None) -> Contribution:
+    """A site's update, as it is read from the blobs that it travels as."""
+    bundles = {name: tensors.decode(tensors.encode(bundle)) for name, bundle in passed.bundled(given)}
+    return Contribution("site", 4, sum(each.weight for each in given) if weight is None else weight, {}, bundles)
+
+
+def test_what_is_passed_up_is_what_the_boards_sent() -> None:
+    """Names, weights, metrics and bundles, also one without tensors and a tensor without axes."""
+    given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
+    update = of(given)
+    assert list(update.bundles) == ["site.0"]
+    assert passed.boards(update) == ("a", "b")
+    for before, after in zip(given, passed.contributions(update), strict=True):
+        assert (before.device, before.round, before.weight) == (after.device, after.round, after.weight)
+        assert before.metrics == after.metrics
+        assert list(before.bundles) == list(after.bundles)
+        for name, bundle in before.bundles.items():
+            assert list(bundle) == list(after.bundles[name])
+            assert all(np.array_equal(bundle[each], after.bundles[name][each]) for each in bundle)
+            assert all(bundle[each].dtype == after.bundles[name][each].dtype for each in bundle)
+
+
+def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their bytes or by their tensors, whichever is reached first."""
+    given = [board(f"b{number}", float(number)) for number in range(5)]
+    monkeypatch.setattr(passed, "BUNDLE_TENSORS", 4)
+    assert [len(passed._parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
+    monkeypatch.setattr(passed, "BUNDLE_TENSORS", 1000)
+    monkeypatch.setattr(passed, "BUNDLE_BYTES", 3 * (2 * 3 * 4 + 8))
+    update = of(given)
+    assert [len(passed._parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
+    assert [each.device for each in passed.contributions(update)] == [f"b{number}" for number in range(5)]
+
+
+def test_a_site_of_which_no_board_had_anything_to_send_says_so() -> None:
+    assert passed.contributions(of([])) == []
+    assert passed.boards(of([])) == ()
+
+
+def read(update: Contribution) -> list[Contribution]:
+    assert passed.boards(update) is not None
+    return passed.contributions(update)
+
+
+def table(**given: Any) -> np.ndarray:
+    return np.frombuffer(msgspec.json.encode([given]), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({"site.0": {}}, "no table of its boards"),
+        ({"site.0": {"boards": np.zeros(3, np.float32)}}, "no table of its boards"),
+        ({"site.0": {"boards": np.zeros(3, np.uint8)}}, "cannot be read"),
+        ({"site.0": {"boards": table(device="a/b")}}, "cannot be read"),
+        ({"site.0": {"boards": table(device="a", weight=-1.0)}}, "cannot be read"),
+        ({"site.0": {"boards": table(device="a"), "0/0/x": np.zeros(1)}}, "belongs to none"),
+        ({"site.0": {"boards": table(device="a"), "1/0/x": np.zeros(1)}}, "belongs to none"),
+        ({"site.0": {"boards": table(device="a", bundles=["m", "m"])}}, "two bundles of one name"),
+        ({"site.0": {"boards": table(device="a", weight=1.0)}}, "weigh 1, in one that weighs 0"),
+        ({"site.0": {"boards": table(device="a")}, "model": {}}, "stands beside|no table"),
+    ],
+)
+def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt: dict[str, Any], said: str) -> None:
+    with pytest.raises(UpdateError, match=said):
+        read(Contribution("site", 0, 0.0, {}, spoilt))
+
+
+def test_a_board_that_is_in_it_twice_is_named() -> None:
+    """In one bundle, or in two."""
+    with pytest.raises(UpdateError, match="it has a twice"):
+        passed.boards(of([board("a", 1.0), board("a", 2.0)]))
+    one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
+    with pytest.raises(UpdateError, match="it has a twice"):
+        passed.boards(Contribution("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
+
+
+def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
+    """As the method's own check says it."""
+    method = methods.load("robust")
+    above = sites.above(method, settings.parse({"name": "j", "method": "robust", "cohort": {"min_devices": 3}}), {})
+    model = {"a": np.zeros((2, 3), np.float32), "steps": np.array(0)}
+    state = method.state({"most": 32}, {}, model, 0.0, 0, seed=0)
+    good, bad = board("a", 1.0), board("b", 1.0)
+    plain = [replace(each, bundles={"model": each.bundles["model"]}) for each in (good, bad)]
+    above.fold.__dict__["require"](state, of(plain))
+    odd = replace(plain[1], bundles={"model": {"a": np.zeros(9, np.float32), "steps": np.array(1)}})
+    with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
+        above.fold.__dict__["require"](state, of([plain[0], odd]))
+    with pytest.raises(UpdateError, match="this method takes updates alone"):
+        above.fold.__dict__["require"](state, Contribution("site", 0, 1.0, {}, {passed.SUM: {}}))
+
+
+# -- at the coordinator above ---------------------------------------------------------------------
+
+
+def update(device: str, *boards: str, size: int = 10) -> Update:
+    ref = {"site.0" if boards else "model": BlobRef(sha256=f"{len(device):064x}", size=size)}
+    return Update(
+        job="j", round=0, attempt=0, device=device, weight=1.0, bundles=ref, metrics={}, usage=Usage(), boards=boards
+    )
+
+
+def running(*answers: Update) -> facts.Rounds:
+    """A round that has asked sites and a board, with these answers."""
+    state = facts.apply(facts.Rounds(PLAN), facts.Started(BlobRef(sha256="0" * 64, size=1)), 0.0)
+    state = facts.apply(state, facts.Asked(0, 0, ("one", "other", "alone")), 0.0)
+    for each in answers:
+        state = facts.apply(state, facts.Answered(0, each), 0.0)
+    return state
+
+
+def examined(state: facts.Rounds, taken: Update) -> admission.Step:
+    return admission.heard("j", state, taken, admission.Examined(taken.device, taken, taken), 0.0)
+
+
+def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
+    """The whole update, by name; the one that came first counts."""
+    state = running(update("one", "a", "b"))
+    step = examined(state, update("other", "b", "c"))
+    (fact,) = step.facts
+    assert isinstance(fact, facts.Rejected)
+    assert fact.reason.startswith("other: b counts in this round already, by one")
+    (fine,) = examined(state, update("other", "c")).facts
+    assert isinstance(fine, facts.Answered)
+
+
+def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round() -> None:
+    """A board that is a device of both coordinators."""
+    own = update("alone")
+    step = admission.heard("j", running(update("one", "alone")), None, admission.Offered("alone", own), 0.0)
+    (fact,) = step.facts
+    assert isinstance(fact, facts.Rejected)
+    assert "alone counts in this round already, by one" in fact.reason
+    (fact,) = examined(running(own), update("one", "alone")).facts
+    assert isinstance(fact, facts.Rejected)
+    assert "alone counts in this round already, by itself" in fact.reason
+
+
+def test_the_boards_of_a_lost_update_may_count_again() -> None:
+    state = facts.apply(running(update("one", "a")), facts.Lost(0, "one", "gone"), 0.0)
+    assert state.through == {}
+    (fact,) = examined(state, update("other", "a")).facts
+    assert isinstance(fact, facts.Answered)
+
+
+def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
+    """A device without boards sends none; a site is limited by how many it says that it has, up to 10,000."""
+    known = Expected({"model": {"a": tensors.Shaped((1000,), np.dtype(np.float32))}})
+    each = manifest.most_bytes(known.bundles["model"], Encoding())
+    with pytest.raises(UpdateError, match="its profile has no boards"):
+        manifest.require_fit(update("one", "a"), known, Encoding(), None)
+    most = 50 * each + manifest.SITE_BYTES
+    manifest.require_fit(update("one", "a", size=most), known, Encoding(), None, boards=50)
+    with pytest.raises(UpdateError, match="50 boards send"):
+        manifest.require_fit(update("one", "a", size=most + 1), known, Encoding(), None, boards=50)
+    vast = manifest.BOARDS_MOST * each + manifest.SITE_BYTES + 1
+    with pytest.raises(UpdateError, match="boards send"):
+        manifest.require_fit(update("one", "a", size=vast), known, Encoding(), None, boards=2**53)

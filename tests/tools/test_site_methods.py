@@ -1,0 +1,45 @@
+"""Every method works through sites, and its states have the bits of one coordinator with all boards.
+
+Methods are found by their files, so that a new one is tested here without an edit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from carried import plan
+from sited import federation
+
+from fedquilt import methods
+from fedquilt.coordinator.facts import Committed, Declined, Rejected
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.tools.simulation.agents import Plan
+
+QUICK = ("depthfl", "fedavg", "fedpews", "robust")
+
+
+def played(name: str, folder: Path, split: tuple[int, ...], **table: Any) -> tuple[list[bytes], list[Committed]]:
+    """States and ends of a method's rounds by sites of so many of its four boards, or flat."""
+    given = plan(name, folder)
+    cohort = Cohort(start_devices=len(split) + 4 - sum(split), min_devices=2, deadline_s=60)
+    job = msgspec.structs.replace(given.job, cohort=cohort, **table)
+    with federation(Plan(job, given.bundle, given.home), split) as made:
+        assert made.play() == "done", made.facts[-1]
+        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
+        refused = [fact for fact in made.facts if isinstance(fact, Declined) and fact.device.startswith("site")]
+        assert not refused
+        return made.states, [fact for fact in made.facts if isinstance(fact, Committed)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.names()]
+)
+def test_the_bits_of_every_method_are_those_of_one_coordinator(name: str, tmp_path: Path) -> None:
+    """Sites of two boards and of one, and a board of the coordinator's own."""
+    flat, _ = played(name, tmp_path / "flat", ())
+    sited, _ = played(name, tmp_path / "sited", (2, 1))
+    assert len(flat) == len(set(flat)) >= 2
+    assert flat == sited

@@ -1,0 +1,314 @@
+"""`fedquilt bench sites`: a coordinator above sites of many boards, on virtual time.
+
+Boards are light ones (`protocol_boards`), which speak the protocol and train nothing; sites are the coordinators and
+agents of `fedquilt serve --site`, on a broker in memory; the coordinator above them is in a process of its own
+(`sites_root`), whose memory is what its process has had resident at the most. The states that it comes to are compared
+with those of the method's own functions for all boards, in the order of their names, where no coordinator takes part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from fedquilt import bundle, tensors, wire
+from fedquilt import methods as known
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed
+from fedquilt.coordinator.preflight import first_state
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Contribution, DeviceView, LinkError, Profile, Task
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools.bench import protocol_boards, sites_root
+from fedquilt.tools.bench.coordinator import NETWORK
+from fedquilt.tools.bench.protocol_boards import AGAIN_S, Crowd, Moved
+from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.tools.site.virtual import VirtualSite
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+
+METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn", "robust")
+SITES, AGENTS, ROUNDS = 20, 1000, 2
+OFFLINE_S: Final = 3600.0
+OFFLINE_ROUNDS: Final = 9
+WORK_S: Final = 600.0  # that boards take for a task while a site is offline; else they answer at once
+DEADLINE_S: Final = 1500.0  # of a round; the site that is offline is waited for so long
+MOST_MB: Final = 200.0
+PROFILE: Final = {**protocol_boards.PROFILE, "points": ()}
+
+
+def measure(
+    sites: int = SITES, agents: int = AGENTS, rounds: int = ROUNDS, methods: Sequence[str] = METHODS
+) -> dict[str, Any]:
+    """Run a job of each method, and one in which a site is offline for an hour.
+
+    Args:
+        sites: number of sites.
+        agents: number of boards of each.
+        rounds: of each job.
+        methods: whose jobs are run; light boards send a model, so only methods that take one.
+
+    Raises:
+        LinkError: the process of the coordinator above has ended.
+    """
+    runs = {name: _run(name, sites, agents, rounds) for name in methods}
+    offline = _run("fedavg", sites, max(agents // 10, 1), OFFLINE_ROUNDS, work_s=WORK_S)
+    odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
+    figures = {
+        **{f"resident_above_with_{name}": figure(each["resident_mb"], MOST_MB, "MB") for name, each in runs.items()},
+        "states_with_other_bits": figure(odd, 0, "states"),
+        "answers_lost_beside_the_offline_site's": figure(offline["missing"], 0, "answers"),
+    }
+    return {"bench": "sites", "sites": sites, "agents": agents, "runs": runs, "offline": offline, "figures": figures}
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """Lines of text that show the result."""
+    told = [
+        f"{name}: {each['equal']} of {each['states']} states have the bits of all {each['boards']} boards in one "
+        f"place; the coordinator above took {each['above_s']} s of processor time and {each['resident_mb']} MB, "
+        f"everything else {each['below_s']} s, {each['below_ms']} ms an answer of a board"
+        for name, each in result["runs"].items()
+    ]
+    offline = result["offline"]
+    told.append(
+        f"with a site of {offline['boards'] // result['sites']} boards offline for an hour: answers a round "
+        f"{', '.join(map(str, offline['answers']))} of {result['sites']} sites; {offline['equal']} of "
+        f"{offline['states']} states have the bits of the boards that were there"
+    )
+    return [*told, *figure_lines(result)]
+
+
+# -- the coordinator above ------------------------------------------------------------------------
+
+
+class Above:
+    """The coordinator above, in its process. An `Endpoint`."""
+
+    def __init__(self, link: MemoryLink, home: Path, run: str) -> None:
+        command = [sys.executable, "-m", "fedquilt.tools.bench.sites_root", str(home), run]
+        self._link, self.finished, self.committed = link, False, 0
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.used = psutil.Process(self._process.pid)
+        self.resident_mb = self.used_s = 0.0
+
+    def step(self, now_s: float) -> float:
+        """Have it take a step; returns when to call again.
+
+        Raises:
+            LinkError: it has ended.
+        """
+        to, back = self._process.stdin, self._process.stdout
+        assert to is not None
+        assert back is not None
+        came = [(each.topic, each.payload, each.retained) for each in self._link.receive()]
+        sites_root.send(to, sites_root.Turn(now_s, came))
+        done = sites_root.receive(back, sites_root.Done)
+        if done is None:
+            raise LinkError("the coordinator above the sites has ended: see above")
+        for name, given in done.calls:
+            if name == "publish":
+                self._link.publish(given[0], given[1], retain=given[2])
+            else:
+                getattr(self._link, name)(*given)
+        if done.committed > self.committed or done.finished:
+            self.resident_mb = max(self.resident_mb, _peak_mb(self._process.pid))
+            self.used_s = sum(self.used.cpu_times()[:2])
+        self.committed, self.finished = done.committed, done.finished
+        return float(done.due_s)
+
+    def fds(self) -> Sequence[int]:
+        """None: it answers each step."""
+        return ()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _peak_mb(pid: int) -> float:
+    """Most that a process has had resident, in MB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise LinkError(f"the kernel does not tell the memory of process {pid}")
+
+
+# -- boards ---------------------------------------------------------------------------------------
+
+
+class _Line:
+    """What a light board needs of an MQTT client, on a link in memory."""
+
+    def __init__(self, link: MemoryLink) -> None:
+        self.link = link
+
+    def ask(self, filters: Sequence[str]) -> None:
+        """Subscribe."""
+        self.link.subscribe(filters)
+
+    def send(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
+        """Publish."""
+        self.link.publish(topic, payload, retain=retain)
+        return 0
+
+
+class _Crowd(Crowd):
+    """The boards of one site."""
+
+    profile = PROFILE
+
+    def __init__(self, broker: MemoryBroker, fleet: str, first: int, count: int, work_s: float) -> None:
+        self.work_s = work_s
+        self.topics, self.clock = wire.Topics(fleet), lambda: broker.now_s
+        self.blobs, self.parts, self._layouts, self.refused = {}, {}, {}, 0
+        self.seats = [_Board(self, number, broker.connect()) for number in range(first, first + count)]
+        self.boards = list(self.seats)
+
+
+class _Board(protocol_boards.Board):
+    """A light board on virtual time. An `Endpoint`."""
+
+    finished = False
+
+    def __init__(self, crowd: _Crowd, number: int, link: MemoryLink) -> None:
+        super().__init__(crowd, number)
+        self._work_s = crowd.work_s
+        self._later: tuple[Task, float] | None = None  # a task, and when it is carried out
+        self.client = _Line(link)  # type: ignore[assignment]
+        self.link = link
+        self._greeted = False
+
+    def step(self, now_s: float) -> float:
+        """Answer what has come; returns when to offer an update again."""
+        if not self._greeted:
+            self._greeted = True
+            self._greet(None, None, None, None, None)
+        for topic, payload, retained in self.link.receive():
+            self._hear(topic, payload, retained)
+        if self._later is not None:
+            task, due_s = self._later
+            if now_s < due_s:
+                return due_s
+            self._later = None
+            super()._begin(task, now_s)
+        if self._update is None:
+            return math.inf
+        if now_s >= self._offered_s + AGAIN_S:
+            self._offer(self._update, now_s)
+        return self._offered_s + AGAIN_S
+
+    def _begin(self, task: Task, now_s: float) -> None:
+        """Carry a task out after the time that boards take here."""
+        known = self._later[0] if self._later is not None else self._task
+        again = known is not None and (task.job, task.round) == (known.job, known.round)
+        if not self._work_s or (again and self._later is None):
+            return super()._begin(task, now_s)
+        self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
+        self._later = task, self._later[1] if again and self._later else now_s + self._work_s
+        return None
+
+    def fds(self) -> Sequence[int]:
+        """None."""
+        return ()
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def _run(method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0) -> dict[str, Any]:
+    """Run a job; with `work_s` the first site is offline for an hour after two rounds."""
+    broker, begun_s = MemoryBroker(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        home = Path(folder)
+        run = _queued(home, method, sites, rounds)
+        link = broker.connect()
+        above = Above(link, home / "above", run)
+        stack.callback(above.close)
+        seats: list[tuple[MemoryLink, Endpoint]] = [(link, above)]
+        made, boards = [], {}
+        for number in range(sites):
+            name = f"site-{number:02d}"
+            store = stack.enter_context(Store(home / name, durable=False))
+            store.lock()
+            made.append(VirtualSite(broker, store, sites_root.FLEET, name))
+            seats += made[-1].seats()
+            crowd = _Crowd(broker, name, number * agents, agents, work_s)
+            boards[name] = [(board.device, board.number) for board in crowd.boards]
+            seats += [(board.link, board) for board in crowd.seats]
+        if work_s:
+            simulate(broker, lambda: seats, lambda: above.committed >= 2)
+            up, lost_s = made[0].up, broker.now_s
+            place = next(at for at, (link, _) in enumerate(seats) if link is up.inner)
+            up.lose()
+            simulate(broker, lambda: seats, lambda: broker.now_s >= lost_s + OFFLINE_S)
+            seats[place] = (up.renewed(), seats[place][1])
+        simulate(broker, lambda: seats, lambda: above.finished)
+        below_s = time.process_time() - begun_s
+        above.close()
+        with Store(home / "above") as store:
+            facts = [fact for _, _, fact in store.facts(run)]
+            equal, states, answers = _compared(store, method, facts, boards)
+    return {
+        "boards": sites * agents,
+        "states": states,
+        "equal": equal,
+        "answers": answers,
+        "missing": _missing(answers, sites),
+        "above_s": round(above.used_s, 2),
+        "resident_mb": round(above.resident_mb, 1),
+        "below_s": round(below_s, 1),
+        "below_ms": round(1000 * below_s / max(sum(answers) * agents, 1), 2),
+    }
+
+
+def _missing(answers: Sequence[int], sites: int) -> int:
+    """Answers that rounds lack beside those of the one site that was offline; its last round has it again."""
+    return sum(max(sites - 1 - count, 0) for count in answers) + (sites - answers[-1])
+
+
+def _queued(home: Path, method: str, sites: int, rounds: int) -> str:
+    model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
+    cohort = {"deadline_s": DEADLINE_S, "start_devices": sites, "quorum": (sites - 1) / sites}
+    table = {"name": "bench", "method": method, "engine": "numpy", "rounds": rounds, "cohort": cohort}
+    with Store(home / "above", durable=False) as store:
+        return store.add(settings.parse(table), home / "bundle")
+
+
+def _compared(
+    store: Store, method: str, facts: Sequence[AnyFact], boards: Mapping[str, Sequence[tuple[str, int]]]
+) -> tuple[int, int, list[int]]:
+    """How many states are those of the method's own functions, how many there are, and answers of each round."""
+    plain, equal, answers = known.load(method), 0, []
+    row = store.jobs()[0]
+    state: Any = first_state(row.job, bundle.load(row.bundle), plain)
+    states = [fact.state for fact in facts if isinstance(fact, Committed)]
+    for round, ref in enumerate(states):
+        there = [fact.update.device for fact in facts if isinstance(fact, Answered) and fact.round == round]
+        answers.append(len(there))
+        order = plain.send(state, DeviceView("board", Profile(device="board", **PROFILE)))
+        assert order is not None
+        sent = tensors.encode(order.bundles["model"])  # type: ignore[arg-type]
+        total = None
+        for device, number in sorted(each for site in there for each in boards[site]):
+            made = Moved(sent, protocol_boards.step(number)).read(0, len(sent))
+            metrics = protocol_boards.metrics(round)
+            given = Contribution(
+                device, round, protocol_boards.weight(method), metrics, {"model": tensors.decode(made)}
+            )
+            total = plain.fold(state, total, given)
+        packed = tensors.pack(plain.step(state, total))
+        equal += hashlib.sha256(packed).hexdigest() == ref.sha256
+        state = tensors.unpack(packed, plain.state)
+    return equal, len(states), answers

@@ -1,0 +1,119 @@
+"""Coordinator above sites, in a process of its own, on the virtual time of the process that started it.
+
+So its memory and its processor time are its own. Messages of the broker in memory come and go over pipes: frames of
+msgpack after four bytes of their length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Committed
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.transport.link import Message
+
+FLEET: Final = "root"
+
+
+class Turn(msgspec.Struct, array_like=True):
+    """A step of the coordinator: the time, and what has come."""
+
+    now_s: float
+    messages: list[tuple[str, bytes, bool]]
+
+
+class Done(msgspec.Struct, array_like=True):
+    """What came of it."""
+
+    due_s: float
+    calls: list[tuple[str, tuple[Any, ...]]]  # of the link: "subscribe", "unsubscribe" or "publish", and arguments
+    committed: int  # rounds so far
+    finished: bool
+
+
+class Relayed:
+    """Link whose broker is in another process. A `Link`."""
+
+    session, connected, backlog, max_payload = 1, True, 0, 1 << 20
+
+    def __init__(self) -> None:
+        self.inbox: list[Message] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        """Have it done at the end of the turn, as the other calls."""
+        self.calls.append(("subscribe", (list(filters),)))
+
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        """As `subscribe`."""
+        self.calls.append(("unsubscribe", (list(filters),)))
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """As `subscribe`."""
+        self.calls.append(("publish", (topic, payload, retain)))
+
+    def receive(self) -> list[Message]:
+        """Empty the inbox."""
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Refuse: virtual time does not wait.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("virtual time does not wait")
+
+    def tended(self) -> AbstractContextManager[None]:
+        """Virtual time stands still while something computes."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Do nothing: the process ends."""
+
+
+def send(pipe: IO[bytes], message: msgspec.Struct) -> None:
+    """Write one frame."""
+    payload = msgspec.msgpack.encode(message)
+    pipe.write(len(payload).to_bytes(4, "little") + payload)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes], kind: type[Any]) -> Any:
+    """Read one frame; None: the other side has gone."""
+    head = pipe.read(4)
+    return msgspec.msgpack.decode(pipe.read(int.from_bytes(head, "little")), type=kind) if len(head) == 4 else None
+
+
+def main(home: str, run: str) -> int:
+    """Take steps as they are asked for, until the run has ended or nobody asks."""
+    link, rounds = Relayed(), 0
+
+    def observe(job: Any, fact: Any) -> None:
+        nonlocal rounds
+        rounds += isinstance(fact, Committed)
+
+    with Store(Path(home), durable=False) as store:
+        if not store.lock():
+            return 1
+        executor = OverLink(link, FLEET, store.depot, store.next_epoch())
+        server = Server(executor, store, observe, only=run)
+        while (turn := receive(sys.stdin.buffer, Turn)) is not None:
+            link.inbox += [Message(*each) for each in turn.messages]
+            due_s = server.step(turn.now_s)
+            send(sys.stdout.buffer, Done(due_s, link.calls, rounds, server.finished))
+            link.calls = []
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
