@@ -6,6 +6,7 @@ Every change goes through `record`: the fact is written, then applied. The metho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -57,13 +58,21 @@ class Done(NamedTuple):
 class Running:
     """One job of the store, at the point that its facts have reached.
 
+    Args:
+        row: of the job.
+        store: where it is.
+        now_s: seconds of the coordinator's clock.
+        method: the job's.
+        large_bytes: states and sums of as many bytes are on the disk, and read where they are needed.
+
     Raises:
         JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
         StoreError: the store cannot be read or written.
     """
 
-    def __init__(self, row: Row, store: Store, now_s: float, method: Method) -> None:
+    def __init__(self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf) -> None:
         self.id, self.job, self._store, self.method = row.id, row.job, store, method
+        self._large_bytes = large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle, self._bundle_at = bundle.load(row.bundle), row.bundle
         require_made_for(row.job, self.bundle)
@@ -212,10 +221,11 @@ class Running:
             self._manifests = manifest.Manifests(known, self.job.wire, self.job.max_update_mb)
         return self._manifests.unfit(update)
 
-    def large(self, most_bytes: float) -> bool:
-        """Whether the running round's updates or states are of more bytes than that, or a sum of it is stored."""
+    @property
+    def large(self) -> bool:
+        """Whether the running round's updates or states are for a worker, or a sum of it is stored."""
         state_bytes = self.rounds.state.size if self.rounds.state else 0
-        return max(state_bytes, self._update_bytes) >= most_bytes or self.rounds.folded is not None
+        return max(state_bytes, self._update_bytes) >= self._large_bytes or self.rounds.folded is not None
 
     def examining(
         self, device: str, update: Update, profile: Profile | None, now_s: float, *, large: bool
@@ -354,9 +364,9 @@ class Running:
         """Begin a round: what is the same for all its devices is not known yet."""
         self._alike = tasks.Common(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
-        self._summing = Summing(self._store.depot, self._half, self.state, self.job)
         known = expected(self._half.fold, self.state)
-        self._update_bytes = sum(tensors.total_bytes([bundle]) for bundle in known.bundles.values()) if known else 0
+        self._update_bytes = tensors.total_bytes(known.bundles.values()) if known else 0
+        self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=self.large)
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
@@ -376,13 +386,16 @@ class Running:
     def _initialise(self, now_s: float) -> None:
         self.state = state = first_state(self.job, self.bundle, self.method)
         settles = self.method.settle is not None and self.method.settle.wanted(state)
-        self.record(Started(summing.stored(self._store.depot, *tensors.parts(state)), settles), now_s)
+        ref = summing.stored(self._store.depot, *tensors.parts(state))
+        self.record(Started(ref, settles), now_s)
+        if ref.size >= self._large_bytes:
+            self.state = self._load_state(ref)
 
     def _load_state(self, ref: BlobRef) -> Any:
         def again() -> Any:  # the job's first state, made anew; None: the log is past it
             return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
 
-        return mending.state(self.id, self._store.depot, ref, self.method.state, again)
+        return mending.state(self.id, self._store.depot, ref, self.method.state, again, self._large_bytes)
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

@@ -273,7 +273,8 @@ class Server:
         opened, least_s = [], turns.absent(self._claims(now_s))
         for row in rows:
             try:
-                job = Running(row, self._store, now_s, self._around(self._load(row.job.method), row.job))
+                method = self._around(self._load(row.job.method), row.job)
+                job = Running(row, self._store, now_s, method, self._worker.large_bytes)
             except StoreError:
                 raise
             except Exception as error:  # one job that cannot run does not keep the others from running
