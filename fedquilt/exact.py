@@ -61,11 +61,11 @@ class Total:
         first, *rest = map(np.asarray, self.limbs)
         if self.counter or not rest:
             return np.array(first) if self.counter else first + np.float64(0)
-        found = np.asarray(first + rest[0])
+        found = np.asarray(first + rest[0], np.float64)
         if len(rest) > 1:
             odd = np.any([limb != 0 for limb in rest[1:]], axis=0)
             found[odd] = [math.fsum(parts) for parts in zip(*(limb[odd] for limb in (first, *rest)), strict=True)]
-        return np.asarray(found + np.float64(0))
+        return np.add(found, 0.0, out=found)
 
 
 def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from fedquilt import known_fields
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
+from fedquilt.core import shapes as shapes
 
 T = TypeVar("T")
 HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
@@ -43,11 +44,6 @@ class Shaped:
     def nbytes(self) -> int:
         """Bytes of such a tensor in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def shapes(tensors: Tensors | Mapping[str, Shaped]) -> Mapping[str, np.ndarray | Shaped]:
-    """Tensors by name, for whoever looks at shapes and types alone: those that lie on the disk are not read."""
-    return getattr(tensors, "shapes", tensors)
 
 
 def layout(tensors: Tensors) -> dict[str, str]:
