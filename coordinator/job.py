@@ -56,14 +56,7 @@ class Done(NamedTuple):
 
 
 class Running:
-    """One job of the store, at the point that its facts have reached.
-
-    Args:
-        row: of the job.
-        store: where it is.
-        now_s: seconds of the coordinator's clock.
-        method: the job's.
-        large_bytes: states and sums of as many bytes are on the disk, and read where they are needed.
+    """One job of the store, at the point its facts have reached. States and sums of `large_bytes` stay on the disk.
 
     Raises:
         JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
@@ -71,8 +64,7 @@ class Running:
     """
 
     def __init__(self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf) -> None:
-        self.id, self.job, self._store, self.method = row.id, row.job, store, method
-        self._large_bytes = large_bytes
+        self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle, self._bundle_at = bundle.load(row.bundle), row.bundle
         require_made_for(row.job, self.bundle)
@@ -96,8 +88,8 @@ class Running:
             self._note(fact, apply(self.rounds, fact, now_s))
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
-        else:
-            self.state = self._load_state(self.rounds.state)
+        assert self.rounds.state is not None
+        self.state = self._load_state(self.rounds.state)  # what is stored, also of a new job
         self._begin()
 
     @property
@@ -384,12 +376,9 @@ class Running:
         self.standing.take(fact, after)
 
     def _initialise(self, now_s: float) -> None:
-        self.state = state = first_state(self.job, self.bundle, self.method)
+        state = first_state(self.job, self.bundle, self.method)
         settles = self.method.settle is not None and self.method.settle.wanted(state)
-        ref = summing.stored(self._store.depot, *tensors.parts(state))
-        self.record(Started(ref, settles), now_s)
-        if ref.size >= self._large_bytes:
-            self.state = self._load_state(ref)
+        self.record(Started(summing.stored(self._store.depot, *tensors.parts(state)), settles), now_s)
 
     def _load_state(self, ref: BlobRef) -> Any:
         def again() -> Any:  # the job's first state, made anew; None: the log is past it

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import compression, exact, tensor_files, tensors
+from fedquilt import compression, exact, heap, tensor_files, tensors
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import checks, folding, mending
 from fedquilt.coordinator.facts import Folded, Rounds
@@ -56,6 +56,8 @@ class Summing:
     def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job, *, large: bool = False) -> None:
         self._depot, self._fold, self._state, self._job = depot, half.fold, state, job
         self._sums, self._large = summed(half.fold), large
+        if large:
+            heap.release()  # of the round before
         self._folding = self._empty()
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
@@ -176,6 +178,8 @@ class Summing:
         """
         self._sum(rounds)
         total, self._folding = self._folding.total, self._empty()
+        if self._large:
+            heap.release()  # a new state is made now
         return total
 
     def _sum(self, rounds: Rounds) -> None:
