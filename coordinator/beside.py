@@ -85,7 +85,7 @@ class Beside:
 
     @property
     def _large(self) -> bool:
-        return self._served.job.large(self._worker.large_bytes)
+        return self._served.job.large
 
     def examine(self, device: str, update: Update, profile: Profile | None, now_s: float) -> None:
         """Read an update whose blobs are here, and let count what it holds."""

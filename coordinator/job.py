@@ -6,6 +6,7 @@ Every change goes through `record`: the fact is written, then applied. The metho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -55,15 +56,15 @@ class Done(NamedTuple):
 
 
 class Running:
-    """One job of the store, at the point that its facts have reached.
+    """One job of the store, at the point its facts have reached. States and sums of `large_bytes` stay on the disk.
 
     Raises:
         JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
         StoreError: the store cannot be read or written.
     """
 
-    def __init__(self, row: Row, store: Store, now_s: float, method: Method) -> None:
-        self.id, self.job, self._store, self.method = row.id, row.job, store, method
+    def __init__(self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf) -> None:
+        self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle, self._bundle_at = bundle.load(row.bundle), row.bundle
         require_made_for(row.job, self.bundle)
@@ -88,8 +89,8 @@ class Running:
             self._note(fact, apply(self.rounds, fact, now_s))
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
-        else:
-            self.state = self._load_state(self.rounds.state)
+        assert self.rounds.state is not None
+        self.state = self._load_state(self.rounds.state)  # what is stored, also of a new job
         self._begin()
 
     def record(self, fact: AnyFact, now_s: float) -> None:
@@ -208,10 +209,11 @@ class Running:
             self._manifests = manifest.Manifests(known, self.job.wire, self.job.max_update_mb)
         return self._manifests.unfit(update, profile.boards if profile else 0)
 
-    def large(self, most_bytes: float) -> bool:
-        """Whether the running round's updates or states are of more bytes than that, or a sum of it is stored."""
+    @property
+    def large(self) -> bool:
+        """Whether the running round's updates or states are for a worker, or a sum of it is stored."""
         state_bytes = self.rounds.state.size if self.rounds.state else 0
-        return max(state_bytes, self._update_bytes) >= most_bytes or self.rounds.folded is not None
+        return max(state_bytes, self._update_bytes) >= self._large_bytes or self.rounds.folded is not None
 
     def examining(
         self, device: str, update: Update, profile: Profile | None, now_s: float, *, large: bool
@@ -351,9 +353,9 @@ class Running:
         """Begin a round: what is the same for all its devices is not known yet."""
         self._alike = tasks.Common(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
-        self._summing = Summing(self._store.depot, self._half, self.state, self.job)
         known = expected(self._half.fold, self.state)
-        self._update_bytes = sum(tensors.total_bytes([bundle]) for bundle in known.bundles.values()) if known else 0
+        self._update_bytes = tensors.total_bytes(known.bundles.values()) if known else 0
+        self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=self.large)
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
@@ -372,7 +374,7 @@ class Running:
         self.rounds = after
 
     def _initialise(self, now_s: float) -> None:
-        self.state = state = first_state(self.job, self.bundle, self.method)
+        state = first_state(self.job, self.bundle, self.method)
         settles = self.method.settle is not None and self.method.settle.wanted(state)
         self.record(Started(summing.stored(self._store.depot, *tensors.parts(state)), settles), now_s)
 
@@ -380,7 +382,7 @@ class Running:
         def again() -> Any:  # the job's first state, made anew; None: the log is past it
             return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
 
-        return mending.state(self.id, self._store.depot, ref, self.method.state, again)
+        return mending.state(self.id, self._store.depot, ref, self.method.state, again, self._large_bytes)
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

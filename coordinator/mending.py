@@ -6,7 +6,9 @@ What is gone or damaged is rebuilt where the log allows it, asked for again from
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -16,6 +18,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.facts import Folded, Rounds
 from fedquilt.core import BlobRef, Contribution, JobError, StoreError, Update
 from fedquilt.disk import doing
+from fedquilt.on_disk import Scratch
 from fedquilt.wire import Claim
 
 WHOLE_BYTES: Final = 1 << 20  # tensors up to this are in memory as bytes when they are read or stored
@@ -49,14 +52,15 @@ def streamed(depot: Depot, update: Update) -> Contribution:
     return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
 
-def stored_sum(depot: Depot, folded: Folded, kind: type) -> Any:
-    """Sum of updates that a fact names.
+def stored_sum(depot: Depot, folded: Folded, kind: type, room: Scratch) -> Any:
+    """Sum of updates that a fact names, in a scratch file if it is large.
 
     Raises:
         LostUpdateError: it is gone, damaged, or of another version of fedquilt: so are the updates that were in it.
     """
     try:
-        if (found := _read(depot, folded.sum, kind)) is not None:
+        large = partial(tensor_files.read_sum, kind=kind, disk=depot.disk, room=room)
+        if (found := _read(depot, folded.sum, kind, large)) is not None:
             return found
     except StoreError as error:
         log.warning("the stored sum %s cannot be read: %s", folded.sum.sha256[:12], error)
@@ -81,7 +85,9 @@ def contribution(depot: Depot, update: Update) -> Contribution:
     return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
 
-def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[], Any]) -> Any:
+def state(
+    run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[], Any], lazy_bytes: float = math.inf
+) -> Any:
     """A job's state.
 
     Args:
@@ -90,12 +96,14 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
         ref: of the state.
         kind: class of the state.
         rebuild: makes the state anew from what it followed from; None: that is not here any more.
+        lazy_bytes: tensors of as many bytes stay on the disk: see `tensor_files.read_state`.
 
     Raises:
         JobError: it is lost, or of another version of fedquilt.
     """
     try:
-        found = _read(depot, ref, kind)
+        large = partial(tensor_files.read_state, kind=kind, disk=depot.disk, lazy_bytes=lazy_bytes)
+        found = _read(depot, ref, kind, large)
         if found is not None:
             return found
         made = rebuild()
@@ -110,15 +118,15 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
         raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
 
 
-def _read(depot: Depot, ref: BlobRef, kind: type[T]) -> T | None:
-    """A stored state or sum; None: it is gone, or damaged.
+def _read(depot: Depot, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
+    """A stored state or sum, which `large` reads from its path if it is large; None: it is gone, or damaged.
 
     Raises:
         StoreError: it cannot be read, or is none of that type.
     """
     if ref.size > WHOLE_BYTES:
         path = depot.file(ref.sha256)
-        return None if path is None else tensor_files.read_state(path, kind, depot.disk)
+        return None if path is None else large(path)
     payload = depot.load(ref.sha256)
     return None if payload is None else tensors.unpack(payload, kind)
 

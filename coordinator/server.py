@@ -274,7 +274,8 @@ class Server:
         for row in rows:
             try:
                 files = bundle.load(row.bundle).files
-                job = Running(row, self._store, now_s, self._around(self._load(row.job.method), row.job, files))
+                method = self._around(self._load(row.job.method), row.job, files)
+                job = Running(row, self._store, now_s, method, self._worker.large_bytes)
             except StoreError:
                 raise
             except Exception as error:  # one job that cannot run does not keep the others from running

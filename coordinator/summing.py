@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import compression, tensor_files, tensors
+from fedquilt import compression, exact, heap, tensor_files, tensors
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import checks, folding, mending, passed
 from fedquilt.coordinator.facts import Folded, Rounds
@@ -35,6 +35,7 @@ from fedquilt.core import (
     required,
     summed,
 )
+from fedquilt.on_disk import Scratch
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 
@@ -50,11 +51,14 @@ class Summing:
         half: of the method, whose tasks the round's are.
         state: that the round began with.
         job: settings.
+        large: keep exact sums of large tensors on the disk.
     """
 
-    def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job) -> None:
+    def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job, *, large: bool = False) -> None:
         self._depot, self._fold, self._state, self._job = depot, half.fold, state, job
-        self._sums = summed(half.fold)
+        self._sums, self._large = summed(half.fold), large
+        if large:
+            heap.release()  # of the round before
         self._folding = self._empty()
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
@@ -204,6 +208,8 @@ class Summing:
             self._sum(rounds)
             total = self._folding.total
         self._folding = self._empty()
+        if self._large:
+            heap.release()  # a new state is made now
         return total
 
     def _interleaved(self, rounds: Rounds) -> bool:
@@ -246,7 +252,7 @@ class Summing:
         if folded is None:
             return begun
         assert self._sums is not None
-        total = mending.stored_sum(self._depot, folded, self._sums)
+        total = mending.stored_sum(self._depot, folded, self._sums, self._room())
         for device in folded.devices:
             begun.take(device, folding.told(rounds.answered[device]), total)
         return begun
@@ -256,12 +262,19 @@ class Summing:
         return self._sums is not None
 
     def _empty(self) -> Folding:
+        self._scratch: Scratch | None = None
         return Folding(self._exact)
+
+    def _room(self) -> Scratch:
+        """File of the running sum."""
+        self._scratch = self._scratch or Scratch(self._depot.folder, self._depot.disk)
+        return self._scratch
 
     def _added(self, given: Contribution) -> Any:
         """The sum with one more update; after an error that may have come halfway, it is begun anew."""
         try:
-            return self._fold(self._state, self._folding.total, given)
+            with exact.laid(self._room() if self._large and self._exact else None):
+                return self._fold(self._state, self._folding.total, given)
         except UpdateError:
             if passed.of_site(given.bundles):
                 self._folding.forget()

@@ -189,6 +189,13 @@ class Disk:
         """Open a file for reading and writing, which is made if it does not exist."""
         return OpenFile(path, self._mode)
 
+    def scratch(self, folder: Place) -> OpenFile:
+        """Open a file without a name, which is gone when it is closed or the process ends."""
+        path = os.path.join(folder, f"{os.urandom(16).hex()}.tmp")
+        file = self.open(path)
+        self.unlink(path)
+        return file
+
     def sync(self, path: Place) -> None:
         """Wait until what a file holds, or which names a folder holds, is on the disk."""
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

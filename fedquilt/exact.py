@@ -11,19 +11,24 @@ by itself. Finite numbers below 1.3e154 may be added up 2^53 times, which is no 
 Memory: 12 bytes an entry, the second limb in float32, as long as that is exact: for n boards of up to 2^14 examples
 while the magnitudes that meet in an entry differ by less than 2^40 / n^2. Then the second limb is float64: 16 bytes. A
 third one is made where they differ by more than 2^50 / n^2. Small arrays have their second limb in float64.
+Within `laid` the limbs of large arrays are on the disk, and in memory only while something is added to them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Tensors, UpdateError
+from fedquilt.on_disk import Scratch
 
 LIMBS_MOST: Final = 16  # far more than numbers of any range need
 BLOCK: Final = 1 << 14  # entries added at a time: what they need fits into a processor's cache
@@ -36,6 +41,7 @@ class Total:
 
     Attributes:
         limbs: arrays of the sum's shape, whose exact sum it is: float64, then float32 or float64. One of integers.
+            Those on the disk are `on_disk.OnDisk`, which numpy reads where it needs them.
     """
 
     limbs: tuple[np.ndarray, ...]
@@ -52,14 +58,14 @@ class Total:
 
     def value(self) -> np.ndarray:
         """The sum rounded to float64, to nearest, and 0 without a sign; of integers the largest."""
-        first, *rest = self.limbs
+        first, *rest = map(np.asarray, self.limbs)
         if self.counter or not rest:
             return np.array(first) if self.counter else first + np.float64(0)
-        found = np.asarray(first + rest[0])
+        found = np.asarray(first + rest[0], np.float64)
         if len(rest) > 1:
             odd = np.any([limb != 0 for limb in rest[1:]], axis=0)
-            found[odd] = [math.fsum(parts) for parts in zip(*(limb[odd] for limb in self.limbs), strict=True)]
-        return np.asarray(found + np.float64(0))
+            found[odd] = [math.fsum(parts) for parts in zip(*(limb[odd] for limb in (first, *rest)), strict=True)]
+        return np.add(found, 0.0, out=found)
 
 
 def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
@@ -76,20 +82,43 @@ def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
         np.maximum(total.limbs[0], array, out=total.limbs[0])
         return total
     if total is None:
-        return Total((np.asarray(np.multiply(array, weight, dtype=np.float64, order="C")), _second(array.shape)))
-    limbs = [limb.reshape(-1) for limb in total.limbs]
+        first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
+        return _kept((first, _second(array.shape)))
+    limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
     given = array.reshape(-1)
     for start in range(0, array.size, BLOCK):
         place = slice(start, start + BLOCK)
         _add(limbs, place, np.multiply(given[place], weight, dtype=np.float64))
-    return Total(tuple(limb.reshape(array.shape) for limb in limbs))
+    return _kept(tuple(limb.reshape(array.shape) for limb in limbs), total)
+
+
+_room: ContextVar[Scratch | None] = ContextVar("room", default=None)
+
+
+@contextmanager
+def laid(room: Scratch | None) -> Iterator[None]:
+    """Keep large sums that are made or added to in the body on the disk; None: in memory."""
+    before = _room.set(room)
+    try:
+        yield
+    finally:
+        _room.reset(before)
+
+
+def _kept(limbs: tuple[np.ndarray, ...], before: Total | None = None) -> Total:
+    """Sum of these limbs, where it is to be kept; it takes the place of the one before."""
+    room = _room.get()
+    if room is None:
+        return Total(limbs)
+    places = zip_longest(limbs, before.limbs if before else ())
+    return Total(tuple(room.put(limb, place) for limb, place in places))  # type: ignore[misc]
 
 
 def merge(one: Total, other: Total) -> Total:
     """Sum of two sums of different boards, in place of the first."""
     for limb in other.limbs:
-        if limb.any():  # as the second one seldom does
-            one = add(one, limb)
+        if (values := np.asarray(limb)).any():  # as the second one seldom does
+            one = add(one, values)
     return one
 
 
@@ -190,6 +219,17 @@ def join(one: Any, other: Any) -> Any:
         names = [each.name for each in fields(one)]
         return type(one)(**{name: join(getattr(one, name), getattr(other, name)) for name in names})
     raise TypeError(f"accumulators cannot be merged that hold a {type(one).__name__}")
+
+
+def laid_out(value: Any, keep: Callable[[np.ndarray], Any]) -> Any:
+    """An accumulator whose sums have other limbs: what `keep` returns for each."""
+    if isinstance(value, Total):
+        return Total(tuple(keep(limb) for limb in value.limbs))
+    if isinstance(value, Mapping):
+        return {name: laid_out(each, keep) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{each.name: laid_out(getattr(value, each.name), keep) for each in fields(value)})
+    return value
 
 
 # -- numbers --------------------------------------------------------------------------------------

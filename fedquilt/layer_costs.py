@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from fedquilt.core import Tensors, Work
+from fedquilt.core import Tensors, Work, shapes
 from fedquilt.core.messages import ADDED
 
 EVALUATED: Final = 64  # examples that an engine evaluates at once
@@ -143,7 +143,8 @@ def beside(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[
 
 def kind(layers: Sequence[Layer], model: Tensors) -> str:
     """Which of an engine's workloads the network is: "conv" if most of its arithmetic is convolutions, else "dense"."""
-    deep = {path for name, path in owners(layers, model).items() if model[name].ndim > 2}
+    told = shapes(model)
+    deep = {path for name, path in owners(layers, model).items() if len(told[name].shape) > 2}
     whole = sum(layer.flops + layer.free_flops for layer in layers)
     convolutions = sum(layer.flops for layer in layers if layer.path in deep)
     return "conv" if whole and convolutions > whole / 2 else "dense"
@@ -189,4 +190,5 @@ def repeated(work: Work, times: float) -> Work:
 
 def learned(model: Tensors, moved: Collection[str]) -> dict[str, int]:
     """Size in bytes of each tensor of `moved` that gradients move."""
-    return {name: model[name].nbytes for name in moved if name in model and model[name].dtype.kind == "f"}
+    told = shapes(model)
+    return {name: told[name].nbytes for name in moved if name in told and told[name].dtype.kind == "f"}

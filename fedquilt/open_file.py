@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 Place: TypeAlias = str | Path
 
@@ -27,7 +30,14 @@ class OpenFile:
         """Read `size` bytes from `offset`, fewer at the end."""
         return os.pread(self._file, size, offset)
 
-    def write(self, payload: bytes, offset: int) -> None:
+    def read_into(self, buffer: WriteableBuffer, offset: int) -> int:
+        """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
+        view, size = memoryview(buffer), 0
+        while size < view.nbytes and (found := os.preadv(self._file, [view[size:]], offset + size)):
+            size += found
+        return size
+
+    def write(self, payload: bytes | memoryview, offset: int) -> None:
         """Write a part of it."""
         write_whole(self._file, payload, offset)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import safetensors.numpy
 
-from fedquilt import tensors
+from fedquilt import exact, tensors
 from fedquilt.core import StoreError, Tensors, UpdateError
 from fedquilt.disk import REAL, Disk
+from fedquilt.on_disk import Lazy, Named, OnDisk, Scratch
 
 T = TypeVar("T")
 TYPES: Final[Mapping[str, str]] = {
@@ -28,13 +30,7 @@ TYPES: Final[Mapping[str, str]] = {
 STATE_HEADER_MOST: Final = 100 << 20  # bytes of a state's header: safetensors' own limit
 
 
-class _Place(NamedTuple):
-    offset: int  # in the file
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-
-class Stored(Mapping[str, np.ndarray]):
+class Stored(Lazy):
     """Tensors of a safetensors file, read each time that one is asked for, and sorted by name.
 
     Args:
@@ -48,61 +44,46 @@ class Stored(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, path: Path | str, disk: Disk = REAL, header_most: int = tensors.HEADER_MOST) -> None:
-        self._path, self._disk = path, disk
+        self._file = Named(path, disk)
         try:
             (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
             if size > header_most:
                 raise ValueError(f"a header of {size} bytes: {header_most} are permitted")
             table = json.loads(disk.read(path, 8, size))
             self.metadata: Mapping[str, str] = table.pop("__metadata__", {})
-            self._places = {
-                str(name): place
-                for name, entry in sorted(table.items())
-                if (place := self._place(8 + size, entry)) is not None
-            }
+            places = ((str(name), self._place(8 + size, entry)) for name, entry in sorted(table.items()))
+            super().__init__({name: place for name, place in places if place is not None})
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as e:
             raise UpdateError(f"not a safetensors file: {e}") from None
 
-    def _place(self, begin: int, entry: Mapping[str, Any]) -> _Place | None:
+    def _place(self, begin: int, entry: Mapping[str, Any]) -> OnDisk | None:
         """Where a tensor is; None: it is left out."""
         first, end = map(int, entry["data_offsets"])
-        place = _Place(begin + first, np.dtype(TYPES[entry["dtype"]]), tuple(map(int, entry["shape"])))
+        shape = tuple(map(int, entry["shape"]))
+        place = OnDisk(shape, np.dtype(TYPES[entry["dtype"]]), self._file, begin + first)
         if min((place.offset, *place.shape)) < 0:
             raise ValueError("a place or a shape below 0")
-        if end - first != place.dtype.itemsize * math.prod(place.shape):
+        if end - first != place.nbytes:
             raise ValueError("a place of another size than its tensor's")
         return place
 
     def __getitem__(self, name: str) -> np.ndarray:
-        offset, dtype, shape = self._places[name]
-        wanted = dtype.itemsize * math.prod(shape)
+        place = self.shapes[name]
         try:
-            found = self._disk.stat(self._path)
-            if found is None:
-                raise StoreError(f"cannot read {self._path}: it is gone")
-            size = min(found.size - offset, wanted)
-            if size == wanted:  # nothing is allocated for what is not there
-                array = np.empty(shape, dtype)
-                size = self._disk.read_into(self._path, array.reshape(-1).view(np.uint8).data, offset)
+            found = place.found()
         except OSError as error:
-            raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
-        if size != wanted:
-            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {max(size, 0)} of {wanted} bytes")
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+            raise StoreError(f"cannot read {self._file}: {error.strerror}") from None
+        if isinstance(found, int):
+            raise UpdateError(f"{self._file} ends within tensor {name!r}, after {found} of {place.nbytes} bytes")
+        return found
 
 
 class Floats(Stored):
     """The float32 tensors of such a file."""
 
-    def _place(self, begin: int, entry: Mapping[str, Any]) -> _Place | None:
+    def _place(self, begin: int, entry: Mapping[str, Any]) -> OnDisk | None:
         return super()._place(begin, entry) if entry["dtype"] == "F32" else None
 
 
@@ -115,34 +96,70 @@ def write(path: Path, given: Tensors, metadata: dict[str, str] | None = None, di
     Raises:
         OSError: it cannot be written.
     """
-    placed = tensors.ordered(given)
-    empty = {name: np.empty(0, array.dtype) for name, array in placed.items()}
+    shapes = tensors.shapes(given)
+    empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
     payload = safetensors.numpy.save(empty, metadata)  # the library knows the order of tensors, by types and names
     table: dict[str, Any] = json.loads(payload[8:])
     at = 0
     for name, entry in table.items():
         if name != "__metadata__":
-            size = placed[name].nbytes
-            entry["shape"], entry["data_offsets"] = list(placed[name].shape), [at, at + size]
+            size = shapes[name].nbytes
+            entry["shape"], entry["data_offsets"] = list(shapes[name].shape), [at, at + size]
             at += size
     head = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
     disk.write(path, struct.pack("<Q", len(head)) + head)
     at = 8 + len(head)
     for name in table:
-        if name != "__metadata__" and placed[name].nbytes:
-            disk.write_at(path, placed[name].reshape(-1).view(np.uint8).data, at)
-            at += placed[name].nbytes
+        if name != "__metadata__" and shapes[name].nbytes:
+            disk.write_at(path, np.asarray(given[name], order="C").reshape(-1).view(np.uint8).data, at)
+            at += shapes[name].nbytes
 
 
-def read_state(path: Path | str, kind: type[T], disk: Disk = REAL) -> T:
+def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
     """Read a state of type `kind`, as `tensors.unpack` does.
+
+    Args:
+        path: of the file, which stays as long as the state is used.
+        kind: of the state.
+        disk: where it is.
+        lazy_bytes: mappings of arrays, fields of the state, stay on the disk if they have as many: see `on_disk.Lazy`.
 
     Raises:
         StoreError: the file cannot be read, or is not a state of that type.
     """
     try:
         found = Stored(path, disk, STATE_HEADER_MOST)
-        return tensors.whole(dict(found), found.metadata, kind)
+        skeleton = json.loads(found.metadata["state"])
+        places = {name: _places(found, value) for name, value in skeleton.items()}
+        late = {name: Lazy(each) for name, each in places.items() if each and tensors.total_bytes([each]) >= lazy_bytes}  # type: ignore[list-item]
+        for name, each in late.items():
+            skeleton[name], late[name] = {}, Lazy({key: place.noted() for key, place in each.shapes.items()})
+        whole = tensors.whole(found, {"state": json.dumps(skeleton)}, kind)
+        return replace(whole, **late) if late else whole  # type: ignore[type-var]
+    except (UpdateError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+
+
+def _places(found: Stored, value: Any) -> dict[str, OnDisk]:
+    """Places of a field's arrays by their keys; {}: it is no mapping of arrays."""
+    arrays = isinstance(value, dict) and all(isinstance(each, dict) and "$array" in each for each in value.values())
+    if not arrays:
+        return {}
+    return {key: found.shapes[str(each["$array"])] for key, each in value.items()}
+
+
+def read_sum(path: Path | str, kind: type[T], disk: Disk, room: Scratch) -> T:
+    """Read an accumulator of type `kind` into a scratch file, one array after the other.
+
+    Raises:
+        StoreError: the file cannot be read, or is no accumulator of that type.
+    """
+    try:
+        found = Stored(path, disk, STATE_HEADER_MOST)
+        slots = {name: np.empty(0) for name in found}
+        names = {id(slot): name for name, slot in slots.items()}
+        total = tensors.whole(slots, found.metadata, kind)
+        return exact.laid_out(total, lambda slot: room.put(found[names[id(slot)]]))
     except UpdateError as error:
         raise StoreError(f"not a stored {kind.__name__}: {error}") from None

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 
 from fedquilt import known_fields
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
+from fedquilt.core import shapes as shapes
 
 T = TypeVar("T")
 HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
@@ -49,7 +50,8 @@ class Shaped:
 
 def layout(tensors: Tensors) -> dict[str, str]:
     """Types and shapes as an update's manifest tells them: {"fc.weight": "f4:10,64"}."""
-    return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in tensors.items()}
+    told = shapes(tensors).items()
+    return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in told}
 
 
 def shaped(layout: Mapping[str, str]) -> dict[str, Shaped]:
@@ -88,12 +90,12 @@ def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensor
 def require_like(given: Tensors, wanted: Tensors) -> None:
     """Raise UpdateError unless `given` has the names and shapes of `wanted`, and only finite numbers."""
     _require_names(given, wanted)
-    for name, array in given.items():
-        _require_shape(name, array, wanted[name])
+    for name, array in shapes(given).items():
+        _require_shape(name, array, shapes(wanted)[name])
     require_finite(given)
 
 
-def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> None:
+def require_same(given: Tensors, wanted: Tensors | Mapping[str, Shaped]) -> None:
     """Check an update's tensors before they are added up.
 
     An integer tensor is a counter: from 0 to `COUNTED_MOST`. A floating-point number may be as large as the root of
@@ -103,10 +105,11 @@ def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> N
         UpdateError: a name, a shape or a type differs from `wanted`, or a number is out of these bounds.
     """
     _require_names(given, wanted)
+    like = shapes(wanted)
     for name, array in given.items():
-        _require_shape(name, array, wanted[name])
-        if array.dtype != wanted[name].dtype:
-            raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {wanted[name].dtype}")
+        _require_shape(name, array, like[name])
+        if array.dtype != like[name].dtype:
+            raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {like[name].dtype}")
         if array.dtype.kind not in "fiu" or not array.size:
             continue
         least, most = bounds(array.dtype)
@@ -128,13 +131,13 @@ def bounds(kind: np.dtype[Any]) -> tuple[float, float]:
     return -most, most
 
 
-def _require_names(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> None:
+def _require_names(given: Tensors, wanted: Tensors | Mapping[str, Shaped]) -> None:
     if given.keys() != wanted.keys():
         odd = sorted(given.keys() ^ wanted.keys())
         raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
 
 
-def _require_shape(name: str, array: np.ndarray, wanted: np.ndarray | Shaped) -> None:
+def _require_shape(name: str, array: np.ndarray | Shaped, wanted: np.ndarray | Shaped) -> None:
     if array.shape != wanted.shape:
         raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {wanted.shape}")
 
@@ -262,7 +265,7 @@ def pack(state: Any) -> bytes:
 
 
 def parts(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Arrays of a state, and the metadata that says where in it they belong.
+    """Arrays of a state, and the metadata that says where in it they belong. Those on the disk are not read.
 
     The annotations of the state's dataclasses declare its arrays. A numpy scalar, which numpy's arithmetic
     makes of arrays without axes, is stored there as an array of shape () in its own dtype; if a plain
@@ -274,13 +277,20 @@ def parts(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     arrays: dict[str, np.ndarray] = {}
 
     def keep(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            arrays[str(len(arrays))] = value
+        if isinstance(value, np.ndarray | _Apart):
+            arrays[str(len(arrays))] = value if isinstance(value, np.ndarray) else value.array
             return {"$array": len(arrays) - 1}
         raise TypeError(f"a state may not hold a {type(value).__name__}")
 
     skeleton = msgspec.to_builtins(_annotated(state, type(state), type(state).__name__), enc_hook=keep, str_keys=True)
     return arrays, {"state": json.dumps(skeleton, sort_keys=False)}
+
+
+class _Apart:
+    """An array on the disk, in a skeleton: msgspec takes a dataclass apart."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
 
 
 def _annotated(value: Any, kind: Any, at: str) -> Any:
@@ -294,6 +304,8 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
     if _declares_array(kind):
         if isinstance(value, np.generic):
             return np.asarray(value)
+        if isinstance(value, Shaped) and hasattr(value, "__array__"):
+            return _Apart(value)
         if kind is np.ndarray and not isinstance(value, np.ndarray):
             raise TypeError(f"{at} is annotated as an array and holds a {type(value).__name__}")
         return value
@@ -303,7 +315,7 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
         return {name: _annotated(getattr(value, name), hint, f"{at}.{name}") for name, hint in hints}
     if isinstance(value, Mapping):
         inner = (_arguments(kind, Mapping) or (Any, Any))[1]
-        return {key: _annotated(each, inner, f"{at}[{key!r}]") for key, each in value.items()}
+        return {key: _annotated(each, inner, f"{at}[{key!r}]") for key, each in shapes(value).items()}
     if isinstance(value, tuple | list):
         kinds = _arguments(kind, tuple) or _arguments(kind, Sequence)
         if len(kinds) != len(value) or Ellipsis in kinds:
@@ -375,4 +387,4 @@ def whole(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
 
 def total_bytes(bundles: Iterable[Tensors]) -> int:
     """Payload bytes of several bundles."""
-    return sum(array.nbytes for tensors in bundles for array in tensors.values())
+    return sum(array.nbytes for tensors in bundles for array in shapes(tensors).values())

@@ -75,6 +75,7 @@ from fedquilt.core.method import (
     required,
     same_for,
     same_for_all,
+    shapes,
     soundness,
     summed,
 )
@@ -172,6 +173,7 @@ __all__ = [
     "required",
     "same_for",
     "same_for_all",
+    "shapes",
     "soundness",
     "summed",
 ]

@@ -114,6 +114,12 @@ class Contribution:
     bundles: Mapping[str, Tensors]
 
 
+def shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tensors by name, for whoever looks at shapes and types alone: those that lie on the disk are not read."""
+    found: Mapping[str, Any] = getattr(tensors, "shapes", tensors)
+    return found
+
+
 @dataclass(frozen=True)
 class Expected:
     """What an update may hold, known before any of it is fetched: what does not fit is refused for its manifest."""

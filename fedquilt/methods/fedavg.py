@@ -143,7 +143,7 @@ def order(
     size = tensors.total_bytes([state.model])
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
-    convolutions = footprint.convolutions(np.shape(array) for array in state.model.values())
+    convolutions = footprint.convolutions(array.shape for array in tensors.shapes(state.model).values())
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
     fixed = footprint.fixed_bytes(size, convolutions, moving, copies=footprint.COPIES + anchors, library=library)
     peak_bytes = fixed + at_once(state, moved) * state.example_bytes
@@ -213,12 +213,12 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 def whole(state: Any) -> Expected:
     """All of the state's model: what most methods' folds take."""
-    return Expected({"model": state.model})
+    return Expected({"model": tensors.shapes(state.model)})
 
 
 def part(state: Any) -> Expected:
     """Any part of the state's model."""
-    return Expected({"model": state.model}, whole=False)
+    return Expected({"model": tensors.shapes(state.model)}, whole=False)
 
 
 def sound(state: State, total: Sum, weight: float) -> None:
@@ -278,7 +278,8 @@ def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
 def learned(model: Tensors) -> list[str]:
     """Names of the tensors that gradients move: all but counters and the running statistics of batch norm."""
     statistics = ("running_mean", "running_var")
-    return [name for name, a in model.items() if a.dtype.kind == "f" and name.rpartition(".")[2] not in statistics]
+    told = tensors.shapes(model).items()
+    return [name for name, a in told if a.dtype.kind == "f" and name.rpartition(".")[2] not in statistics]
 
 
 def require_one(update: Contribution) -> None:

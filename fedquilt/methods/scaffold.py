@@ -149,16 +149,18 @@ def step(state: State, total: Sum | None) -> State:
         return state
     before = max(state.known, state.params["devices"])
     after = max(state.known + total.new, state.params["devices"])
-    weight, rate, model, control = total.weight, state.params["server_lr"], dict(state.model), dict(state.control)
-    for name in list(total.total):
+    weight, rate, like = total.weight, state.params["server_lr"], tensors.shapes(state.model)
+    model, control = {}, {}
+    for name in state.control:
+        old = state.control[name].astype(np.float64)
+        # the mean of all c_i: those of the round have moved by their slope less c
+        moved = (before * old + total.slopes.pop(name).value() - weight * old) / after
+        control[name] = np.asarray(moved).astype(like[name].dtype)
+    for name in state.model:
         mean = fedavg.divided(total.total.pop(name), weight)
         if name in control:
             mean = (1 - rate) * state.model[name] + rate * mean
-            old = control[name].astype(np.float64)
-            # the mean of all c_i: those of the round have moved by their slope less c
-            moved = (before * old + total.slopes.pop(name).value() - weight * old) / after
-            control[name] = np.asarray(moved).astype(state.control[name].dtype)
-        model[name] = np.asarray(mean).astype(state.model[name].dtype)
+        model[name] = np.asarray(mean).astype(like[name].dtype)
     return replace(state, model=model, control=control, known=state.known + total.new)
 
 

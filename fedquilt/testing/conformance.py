@@ -20,13 +20,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import exact, methods, metrics, progress, tensors
+from fedquilt import exact, methods, metrics, progress, tensor_files, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import (
     Answer,
     Bundle,
     Contribution,
+    DeviceView,
     FedquiltError,
     JobError,
     Method,
@@ -35,6 +36,7 @@ from fedquilt.core import (
     UpdateError,
     summed,
 )
+from fedquilt.on_disk import Scratch
 from fedquilt.testing.scenes import (
     MIXED,
     NETWORKS,
@@ -255,6 +257,24 @@ def what_adds_up_does_so_in_any_order_and_in_groups(name: str) -> None:
         assert tensors.pack(here.method.step(state, merged)) == wanted, "other groups, other bits"
 
 
+def a_state_and_sums_on_the_disk_come_to_the_same_bits(name: str) -> None:
+    """Each round with tensors of the state that are read where they are used, as a coordinator has large ones."""
+    here, _, folded, _ = played(name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "state")
+        for number in sorted({update.round for _, update in folded}):
+            state = next(state for state, update in folded if update.round == number)
+            updates = [update for _, update in folded if update.round == number]
+            tensor_files.write(path, *tensors.parts(state))
+            apart = tensor_files.read_state(path, type(state), lazy_bytes=1)
+            here.method.send(apart, DeviceView("a", None))
+            with exact.laid(Scratch(folder, least=1) if summed(here.method.fold) else None):
+                total = reduce(lambda so_far, update: here.method.fold(apart, so_far, update), updates, None)
+                found = here.method.step(apart, total)
+            wanted = reduce(lambda so_far, update: here.method.fold(state, so_far, update), updates, None)
+            assert tensors.pack(found) == tensors.pack(here.method.step(state, wanted)), f"round {number}"
+
+
 def what_a_round_adds_up_does_not_grow_with_its_devices(name: str, each_bytes: int = 0) -> None:
     """Three devices or twelve: the same bytes of arrays, and a name at most for each device beside them.
 
@@ -324,6 +344,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     updates_go_up_in_16_bits_unless_the_method_is_exact,
     an_update_that_is_not_what_was_asked_for_is_refused,
     what_adds_up_does_so_in_any_order_and_in_groups,
+    a_state_and_sums_on_the_disk_come_to_the_same_bits,
     what_a_round_adds_up_does_not_grow_with_its_devices,
     nothing_private_is_in_an_update,
     what_is_received_is_left_as_it_was,

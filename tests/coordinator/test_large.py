@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import threading
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,22 @@ from by_hand import Stage, ones
 from waiting import until
 
 from fedquilt import compression, tensors, wire
+from fedquilt.coordinator import mending, summing
 from fedquilt.coordinator.facts import Answered, AnyFact, Closed, Committed, Declined, Ended, Folded, Lost, Rejected
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.summing import Summing
 from fedquilt.coordinator.worker import Here, Thread
 from fedquilt.core import Encoding, StoreError, Update
+from fedquilt.on_disk import Scratch
+
+
+@pytest.fixture(autouse=True)
+def laid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of any size lie on the disk, where the job is large."""
+    monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
+    monkeypatch.setattr(mending, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(summing, "WHOLE_BYTES", 0)
+
 
 VALUES = {"a": 1.0, "b": 0.1, "c": 1e-9}
 COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}

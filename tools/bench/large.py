@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -135,7 +136,7 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
                 raise LinkError("boards did not connect: see above")
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
         serving = psutil.Process(start([*processes.SERVE, *where]).pid)
-        with _watched(url, home / "runs") as watched:
+        with _watched(url, home / "runs", serving.pid) as watched:
             _until(watch, lambda told: bool(told.asked))
             start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
             watched.longest_s, begun_s, used_s = 0.0, time.monotonic(), processes.used_s([serving])
@@ -172,7 +173,10 @@ def _until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
     while time.monotonic() < until_s:
         watch.wait(1.0)
         for message in watch.receive():
-            if message.payload and done(wire.decode(message.payload, wire.RoundState)):
+            told = wire.decode(message.payload, wire.RoundState) if message.payload else None
+            if told is not None and told.phase in ("failed", "stopped"):
+                raise JobError(f"the job has {told.phase}: {told.note}")
+            if told is not None and done(told):
                 return
     raise LinkError(f"the round has not ended within {LIMIT_S:g} s")
 
@@ -197,12 +201,12 @@ class _Watched:
 
 
 @contextmanager
-def _watched(url: str, home: Path) -> Iterator[_Watched]:
+def _watched(url: str, home: Path, process: int) -> Iterator[_Watched]:
     """Ask the coordinator and look at its disk, in threads, for as long as the body runs."""
     seen, stop = _Watched(), threading.Event()
     threads = [
         threading.Thread(target=_ask, args=(url, seen, stop)),
-        threading.Thread(target=_look, args=(home, seen, stop)),
+        threading.Thread(target=_look, args=(home, Path(f"/proc/{process}/fd"), seen, stop)),
     ]
     for thread in threads:
         thread.start()
@@ -238,19 +242,20 @@ def _ask(url: str, seen: _Watched, stop: threading.Event) -> None:
     link.close()
 
 
-def _look(home: Path, seen: _Watched, stop: threading.Event) -> None:
+def _look(home: Path, opened: Path, seen: _Watched, stop: threading.Event) -> None:
     while not stop.wait(LOOK_S):
-        seen.disk_bytes = max(seen.disk_bytes, sum(_sizes(home)))
+        seen.disk_bytes = max(seen.disk_bytes, sum(_sizes(home)) + sum(_sizes(opened, nameless=True)))
 
 
-def _sizes(folder: Path) -> Iterator[int]:
-    """Bytes on the disk of each file in a folder; what vanishes meanwhile has none."""
+def _sizes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
+    """Bytes on the disk of each file in a folder, or of those without a name; what vanishes meanwhile has none."""
     for path in folder.rglob("*"):
         try:
             found = os.stat(path)
         except FileNotFoundError:
             continue
-        yield 512 * found.st_blocks
+        if not nameless or (stat.S_ISREG(found.st_mode) and not found.st_nlink):
+            yield 512 * found.st_blocks
 
 
 # -- the bare fold --------------------------------------------------------------------------------

@@ -41,7 +41,11 @@ class SimFile(OpenFile):
         """See `OpenFile`."""
         return self._disk.read(self._path, offset, size)
 
-    def write(self, payload: bytes, offset: int) -> None:
+    def read_into(self, buffer: Any, offset: int) -> int:
+        """See `OpenFile`."""
+        return self._disk.read_into(self._path, buffer, offset)
+
+    def write(self, payload: bytes | memoryview, offset: int) -> None:
         """See `OpenFile`."""
         self._disk.write_at(self._path, payload, offset)
 
@@ -184,6 +188,10 @@ class SimDisk(Disk):
         if not self.is_file(path):
             self.resize(path, 0)
         return SimFile(self, path)
+
+    def scratch(self, folder: Place) -> SimFile:
+        """See `Disk`: it has a name here, until somebody tidies up."""
+        return self.open(f"{os.fspath(folder)}/{os.urandom(16).hex()}.tmp")
 
     def sync(self, path: Place) -> None:
         """See `Disk`."""

@@ -1,0 +1,99 @@
+"""Arrays on the disk: read when they are used, and refused by name when they are not what they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import exact, tensor_files, tensors
+from fedquilt.core import StoreError
+from fedquilt.on_disk import Lazy, OnDisk, Scratch, checksum
+
+ONES = np.ones((3, 5), np.float32)
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a method: a model and a number."""
+
+    model: dict[str, np.ndarray]
+    known: int
+    own: dict[str, np.ndarray]
+
+
+def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) -> None:
+    """Also where the second limb grows from 32 to 64 bits, and a third one is added."""
+    shape = (exact.SHORT + 3,)
+    roll = np.random.default_rng(0)
+    given = [roll.standard_normal(shape) * 10.0**power for power in (0, 9, -12, 18, -25)]
+    here: exact.Total | None = None
+    there: exact.Total | None = None
+    for array in given:
+        here = exact.add(here, array, 3.0)
+        with exact.laid(Scratch(tmp_path) if there is None else there.limbs[0].source):  # type: ignore[attr-defined]
+            there = exact.add(there, array, 3.0)
+    assert here is not None
+    assert there is not None
+    assert all(isinstance(limb, OnDisk) for limb in there.limbs)
+    assert len(here.limbs) == len(there.limbs) > 2
+    assert [limb.dtype for limb in here.limbs] == [limb.dtype for limb in there.limbs]
+    assert all(np.array_equal(one, np.asarray(other)) for one, other in zip(here.limbs, there.limbs, strict=True))
+    assert here.value().tobytes() == there.value().tobytes()
+    assert not list(tmp_path.iterdir())  # the file has no name
+
+
+def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:
+    """A sum that is added to a thousand times is as long as one."""
+    room = Scratch(tmp_path, least=1)
+    first = room.put(ONES)
+    again = room.put(2 * ONES, first)
+    assert isinstance(again, OnDisk)
+    assert room.size() == ONES.nbytes
+    assert np.array_equal(again.read(), 2 * ONES)
+    assert room.put(ONES.astype(np.float64), again).offset == ONES.nbytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("at", [0, 37, 59])
+def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: Path, at: int) -> None:
+    """After the state was opened: the tensor is refused by the name of its file; others are read as before."""
+    path = tmp_path / "state"
+    state = State({"a": ONES, "b": 7 * ONES}, 3, {"c": ONES[0]})
+    tensor_files.write(path, *tensors.parts(state))
+    found = tensor_files.read_state(path, State, lazy_bytes=2 * ONES.nbytes)
+    assert isinstance(found.model, Lazy)
+    assert isinstance(found.own, dict)  # too small to be left on the disk
+    place = found.model.shapes["b"]
+    payload = bytearray(path.read_bytes())
+    payload[place.offset + at] ^= 4
+    path.write_bytes(payload)
+    assert np.array_equal(found.model["a"], ONES)
+    with pytest.raises(StoreError, match="state was changed or cut off"):
+        found.model["b"]
+    path.unlink()
+    with pytest.raises(StoreError, match="it is gone"):
+        found.model["a"]
+
+
+def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path: Path) -> None:
+    """A round that changes nothing leaves the same blob."""
+    path, other = tmp_path / "state", tmp_path / "other"
+    tensor_files.write(path, *tensors.parts(State({"b": ONES, "a": 2 * ONES}, 3, {})))
+    found = tensor_files.read_state(path, State, lazy_bytes=1)
+    assert isinstance(found.model, Lazy)
+    tensor_files.write(other, *tensors.parts(found))
+    assert other.read_bytes() == path.read_bytes()
+    assert tensors.total_bytes([found.model]) == 2 * ONES.nbytes
+    assert tensors.layout(found.model) == {"a": "f4:3,5", "b": "f4:3,5"}
+
+
+def test_every_flipped_bit_changes_the_checksum() -> None:
+    """In whole words, and in the bytes behind them."""
+    array = np.arange(11, dtype=np.uint8)
+    wanted = checksum(array)
+    for bit in range(88):
+        flipped = array.copy()
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert checksum(flipped) != wanted
