@@ -48,13 +48,17 @@ class Flow:
         blocks: all blocks that may run; they decide how much memory is left for stacks.
         flops: estimate for the whole task, for the reported progress.
         beside_bytes: of what the task itself holds while blocks run.
+        matrices_bytes: the most that it will `reserve` beside the stacks.
     """
 
-    def __init__(self, site: Site, blocks: Iterable[Block], flops: float, beside_bytes: int = 0) -> None:
+    def __init__(
+        self, site: Site, blocks: Iterable[Block], flops: float, *, beside_bytes: int = 0, matrices_bytes: int = 0
+    ) -> None:
         self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
         room, blocks = site.engine.room_bytes, list(blocks)
         largest = max(footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
+        largest = max(largest, matrices_bytes)
         self._stacks_bytes = int(max(min(room // STACKS, room - largest - beside_bytes), 0))
         self._around_bytes = self._stacks_bytes + beside_bytes
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))

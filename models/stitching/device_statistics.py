@@ -46,7 +46,8 @@ def fit(ask: FitAsk, site: Site) -> Answer:
     local, chains = scoring.drawn(site), list(scoring.chains(ask.blocks, winners))
     chosen = scoring.order(local)[: ask.samples]
     flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
-    run = Flow(site, ask.blocks.values(), len(chosen) * flops)
+    sums_bytes = least_squares.moments_bytes(path[-1].out_shape[0])
+    run = Flow(site, ask.blocks.values(), len(chosen) * flops, matrices_bytes=sums_bytes)
     found: dict[str, Tensors] = {}
     for chain, wanted in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
         sums: dict[str, least_squares.Moments] = {}
@@ -56,7 +57,7 @@ def fit(ask: FitAsk, site: Site) -> Answer:
             y: Source = shown
             for block in chain:
                 if block.id in wanted:
-                    run.reserve(least_squares.moments_bytes(x.shape[1]))
+                    run.reserve(sums_bytes)
                     for start, part in block_runner.pieces(block_runner.resized(x, *block.in_shape[1:])):
                         aim = y.rows(start, start + len(part))
                         sums[block.id] = least_squares.add_maps(sums.get(block.id), part, aim, ask.bias)

@@ -123,7 +123,8 @@ class _Scorer:
         self.local = drawn(site)
         self._rows = order(self.local)[: parts * self.count]
         self._between = stitched.junctions(self._path, site.load)
-        self._flow = Flow(site, ask.blocks.values(), self._flops())
+        self._fit_bytes = least_squares.fit_bytes(self._path[-1].out_shape[0], ask.positions) if self._fits else 0
+        self._flow = Flow(site, ask.blocks.values(), self._flops(), matrices_bytes=self._fit_bytes)
         self._shown = block_runner.Prepared(site.train.x[self._rows], ask.input)
         self._maps: Stack | None = None
         self._know_donors()
@@ -256,7 +257,7 @@ class _Scorer:
         found: dict[str, tuple[Stack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitched.continues(self._path[-1], block)]
         for size in sorted({block.in_shape[1:] for block in strange}):
-            self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
+            self._flow.reserve(self._fit_bytes)
             x = block_runner.sample(
                 block_runner.resized(self._fitted(self._output()), *size), self._positions((0, *size))
             )

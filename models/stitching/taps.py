@@ -60,7 +60,14 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
     wanted = scoring.order(local)[: ask.samples]
     chosen = wanted[: _rows(site, sum(ask.widths))]
     z = np.empty((len(chosen), sum(ask.widths)), np.float32)
-    run = Flow(site, ask.blocks.values(), len(chosen) * _flops(ask), z.nbytes)
+    factor_bytes = class_moments.factor_bytes(*z.shape) - z.nbytes
+    run = Flow(
+        site,
+        ask.blocks.values(),
+        len(chosen) * _flops(ask),
+        beside_bytes=z.nbytes,
+        matrices_bytes=factor_bytes,
+    )
     first = 0
     for rows in device_statistics.waves(site, chosen):
         last = first + len(rows)
@@ -72,7 +79,7 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
                 part = np.maximum(part, 0.0)
             z[first:last, column : column + ask.widths[tap]] = part
         first = last
-    run.reserve(class_moments.factor_bytes(*z.shape) - z.nbytes)
+    run.reserve(factor_bytes)
     found = class_moments.to_tensors(class_moments.part(z, site.train.y[chosen], ask.labels), ask.exact)
     metrics = {"turn": float(ask.turn), "short": float(len(chosen) < len(wanted))}
     return Answer({"moments": found}, float(len(chosen)), metrics, local)

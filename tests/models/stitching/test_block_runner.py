@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt import footprint, tensors
 from fedquilt.core import Examples, Site
 from fedquilt.data import images, inputs
 from fedquilt.models.stitching import block_runner, stitched
@@ -94,6 +94,16 @@ def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_sho
     monkeypatch.setattr(run.shelf, "make", seen)
     run.block(TILED, InMemory.of(X))
     assert sorted(shapes) == [((10, 12), InFile), ((10, 27), InFile)]
+
+
+@pytest.mark.parametrize(("matrices_bytes", "kind"), [(0, InMemory), (1 << 20, InFile)])
+def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes: int, kind: type, tmp_path: Path) -> None:
+    """A megabyte of room beside a session: stacks get a sixth of it, or nothing where a task's matrices want it all."""
+    _, runner, _ = flowing(tmp_path, 4, footprint.SESSION_BYTES + (1 << 20))
+    nobody = Examples(X[:0], np.zeros(0, np.int64))
+    site = Site("d", 1 << 20, runner, tensors.rng(0), nobody, nobody, {}, lambda name: {}, Path, tmp_path)
+    run = Flow(site, [TILED], 1.0, matrices_bytes=matrices_bytes and matrices_bytes + footprint.SESSION_BYTES)
+    assert isinstance(run.shelf.make((10, 12)), kind)
 
 
 def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:
