@@ -10,6 +10,7 @@ import pytest
 
 from fedquilt import exact, tensor_files, tensors
 from fedquilt.core import StoreError
+from fedquilt.disk import REAL
 from fedquilt.on_disk import Lazy, OnDisk, Scratch, checksum
 
 ONES = np.ones((3, 5), np.float32)
@@ -22,6 +23,13 @@ class State:
     model: dict[str, np.ndarray]
     known: int
     own: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of a round."""
+
+    total: dict[str, exact.Total]
 
 
 def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) -> None:
@@ -43,6 +51,26 @@ def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) 
     assert all(np.array_equal(one, np.asarray(other)) for one, other in zip(here.limbs, there.limbs, strict=True))
     assert here.value().tobytes() == there.value().tobytes()
     assert not list(tmp_path.iterdir())  # the file has no name
+
+
+def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path: Path) -> None:
+    """Two limbs of twelve bytes an entry, however often something is added."""
+    room, total = Scratch(tmp_path), None
+    for _ in range(5):
+        with exact.laid(room):
+            total = exact.add(total, np.ones(exact.SHORT, np.float32), 3.0)
+    assert room.size() == 12 * exact.SHORT
+
+
+def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> None:
+    """The coordinator drops it as soon as a later one is stored, and not every update has every tensor."""
+    path, total = tmp_path / "sum", Sums({"a": exact.add(None, ONES, 2.0), "b": exact.add(None, 3 * ONES)})
+    tensor_files.write(path, *tensors.parts(total))
+    found = tensor_files.read_sum(path, Sums, REAL, Scratch(tmp_path, least=1))
+    path.unlink()
+    assert isinstance(found.total["a"].limbs[0], OnDisk)
+    assert np.array_equal(found.total["a"].value(), 2 * ONES)
+    assert np.array_equal(found.total["b"].value(), 3 * ONES)
 
 
 def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:
