@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -87,10 +87,8 @@ class Disk:
         found = []
         with os.scandir(folder) as entries:
             for entry in entries:
-                try:
+                with suppress(FileNotFoundError):  # another process was faster
                     found.append(_found(entry.name, entry.stat()))
-                except FileNotFoundError:  # another process was faster
-                    continue
         return found
 
     def free_bytes(self, folder: Place) -> int:
@@ -191,8 +189,7 @@ class Disk:
 
     def scratch(self, folder: Place) -> OpenFile:
         """Open a file without a name, which is gone when it is closed or the process ends."""
-        path = os.path.join(folder, f"{os.urandom(16).hex()}.tmp")
-        file = self.open(path)
+        file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
         self.unlink(path)
         return file
 
@@ -390,16 +387,11 @@ def ready(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
 
 
-class doing:
+class doing(AbstractContextManager[None]):
     """Turn an OSError into a StoreError: "cannot `what`: ...; the mend"."""
-
-    __slots__ = ("_what", "_when_full")
 
     def __init__(self, what: str, when_full: str = "free some space or use another home") -> None:
         self._what, self._when_full = what, when_full
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):

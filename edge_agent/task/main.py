@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +29,6 @@ from fedquilt.core import (
     Answer,
     DataError,
     Examples,
-    MemoryBudgetError,
     Method,
     ModelError,
     Site,
@@ -41,7 +39,7 @@ from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.disk import REAL
 from fedquilt.edge_agent import engines, exhausted
-from fedquilt.edge_agent.task import budget, outputs
+from fedquilt.edge_agent.task import budget, failures, outputs
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
 
@@ -303,9 +301,9 @@ def failed(error: Exception) -> Outcome:
     """Outcome of an order whose work raised this error."""
     if isinstance(error, EngineError):
         return Outcome(code="engine", reason=str(error)[:1000])
-    code = _code(error)
+    code = failures.code(error)
     overrun = code == "memory" and exhausted.is_of_memory(error)
-    return Outcome(code=code, reason=_sentence(error)[:1000], overrun=overrun)
+    return Outcome(code=code, reason=failures.sentence(error)[:1000], overrun=overrun)
 
 
 def plannable(order: Order) -> int:
@@ -337,39 +335,6 @@ def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dic
         os.makedirs(order.out, exist_ok=True)
         private = outputs.write_tensors(f"{out}{outputs.PRIVATE}", answer.local)
     return refs, blobs, private
-
-
-def _code(error: Exception) -> Any:
-    """Claim code of an error, on which the coordinator acts."""
-    if exhausted.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
-        return "memory"  # these three are our own words, about a file
-    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
-        (MemoryBudgetError, "memory"),
-        (DataError, "data"),
-        (ModelError, "model"),
-        ((StoreError, OSError), "disk"),
-        (core.JobError, "method"),
-    )
-    return next((code for kind, code in kinds if isinstance(error, kind)), "failed")
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, core.FedquiltError):
-        return str(error)
-    if exhausted.is_of_memory(error):
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        return (
-            f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
-        )
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said} ({_place(error)})" if said else f"{type(error).__name__} ({_place(error)})"
-
-
-def _place(error: Exception) -> str:
-    """File and line of an unexpected error, for the author of a method or network: "prox.py, line 24"."""
-    every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if "site-packages" not in frame.filename] or list(every)
-    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "place unknown"
 
 
 # -- the process ----------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ def test_a_data_set_that_is_none_is_named(install: Install, body: str, said: str
 
 def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module(install: Install) -> None:
     """`os:system` is a function that every machine has."""
+    pytest.importorskip("torch")
     install("mine-fl", {"mine_two.py": METHOD}, {"fedquilt.methods": {"mine": "mine_two:METHOD"}})
     with plugins.restricted(None):
         assert plugins.find("method", "mine") is not None

@@ -58,6 +58,7 @@ def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) ->
 
 def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
     """Of the network of three stages each tier gets another part, by width and by depth."""
+    pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
         here = scene(f"{name}{MIXED}")
         state = here.method.init(here.bundle, here.params, 0)
