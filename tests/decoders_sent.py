@@ -18,7 +18,7 @@ from wired import MESSAGES
 
 from fedquilt import compression, enrolment, graph_check, tensor_files, tensors, wire
 from fedquilt.blobs import chunks
-from fedquilt.coordinator import manifest, settings, sites
+from fedquilt.coordinator import manifest, passed, settings, sites
 from fedquilt.core import (
     CODECS,
     Contribution,
@@ -278,6 +278,8 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
         ),
         "floats": Decoder("fedquilt/tensor_files.py", floats, (UpdateError, StoreError), (plain,), measured),
         "sum of a site": _summed(state),
+        "updates of a site": _passed(state),
+        "boards of a site": _table(),
         "graph": Decoder("fedquilt/graph_check.py", graph_check.of_bytes, (ModelError,), _graphs(), share=0.5),
         "plan of masks": Decoder(
             "models/partial/masks.py",
@@ -308,9 +310,35 @@ def _summed(state: fedavg.State) -> Decoder:
 
     def read(payload: bytes) -> object:
         packed = {"packed": np.frombuffer(payload, np.uint8)}
-        return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, {sites.SUM: packed})))
+        return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, {passed.SUM: packed})))
 
     return Decoder("coordinator/sites.py", read, (UpdateError,), (tensors.pack(total),), measured)
+
+
+def _passed(state: fedavg.State) -> Decoder:
+    """Decoder of a bundle in which a site passes its boards' updates up."""
+    method = sites.above(fedavg.METHOD, settings.parse({"name": "j", "method": "fedavg"}), {})
+    boards = [Contribution(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
+    seeds = tuple(tensors.encode(bundle) for _, bundle in passed.bundled(boards))
+
+    def read(payload: bytes) -> object:
+        update = Contribution("site", 0, 6.0, {}, {"site.0": tensors.decode(payload)})
+        passed.boards(update)
+        return method.step(state, method.fold(state, None, update))
+
+    return Decoder("coordinator/passed.py", read, (UpdateError,), seeds, measured)
+
+
+def _table() -> Decoder:
+    """Decoder of the table of boards in such a bundle."""
+    parts = [passed.Part("a", 3.0, {"loss": 0.5}, ("model",)), passed.Part("b", 1.0)]
+
+    def read(payload: bytes) -> object:
+        bundle = {passed.TABLE: np.frombuffer(payload, np.uint8)}
+        update = Contribution("site", 0, 4.0, {}, {"site.0": bundle})
+        return passed.boards(update), passed.contributions(update)
+
+    return Decoder("coordinator/passed.py", read, (UpdateError,), (passed.table(parts).tobytes(),))
 
 
 def measured(payload: bytes) -> bytes:

@@ -46,6 +46,7 @@ BENCHES: Final = (
     "coordinator",
     "large",
     "sums",
+    "sites",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_methods.py")
