@@ -103,7 +103,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
 
-    devices: Annotated[int, Meta(ge=1)] = 4
+    devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for name, value in threads.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a terminal without some letter gets "?", not a traceback
     from fedquilt.cli.commands import explain, top
 
     if instruction := os.environ.get(COMPLETE):

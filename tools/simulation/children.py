@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 
 def start(command: Command) -> subprocess.Popen[bytes]:
-    """Start a process; it ends with the thread that calls this, however that ends."""
+    """Start a process; it ends with the thread that calls this, however that ends, and not by its Ctrl-C."""
     with command.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-c", RUN, str(os.getpid()), *command.words],
@@ -34,6 +34,7 @@ def start(command: Command) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            start_new_session=True,
         )
 
 

@@ -46,6 +46,8 @@ def open_(spec: DataSpec) -> Reader:
             raise DataError(
                 f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
             )
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path} is a device or a pipe, which has no end: set [data] path to a file or a folder")
         if kind in BY_CLASS and spec.task != "classes":
             raise DataError(f"{path}: {kind} has a class for each example: leave task = {spec.task!r} out")
         return OPENERS[kind](path, spec)

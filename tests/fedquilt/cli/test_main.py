@@ -367,3 +367,14 @@ def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
     assert ended == code
     assert told.startswith(f"fedquilt: {said}")
     assert len(told.splitlines()) == 1
+
+
+def test_a_letter_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
+    """A terminal of ASCII alone, and a reason in the words of another system."""
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        for fact in (Started(BLOB), Ended("failed", "Größe")):
+            store.append(run, fact)
+    words = [sys.executable, "-m", "fedquilt.cli", "logs", "digits", "--home", str(tmp_path)]
+    done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"}, capture_output=True, text=True)
+    assert "failed: Gr??e" in done.stdout, done.stderr

@@ -301,6 +301,8 @@ def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
     """Nothing at the path; nothing in the share."""
     with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
         data.load(DataSpec(str(tmp_path / "nowhere")))
+    with pytest.raises(DataError, match="/dev/zero is a device or a pipe, which has no end: set"):
+        data.load(DataSpec("/dev/zero"))
     path = str(small(tmp_path / "a.npz"))
     with pytest.raises(DataError, match=r"a\.npz: share 20 of 21 \('iid'\) is empty, of 20 examples: have fewer"):
         data.load(DataSpec(path, partition="iid", share=20, shares=21))
