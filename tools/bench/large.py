@@ -27,7 +27,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, JobError, LinkError
 from fedquilt.tools.bench import coordinator as processes
-from fedquilt.tools.bench.protocol_boards import CHUNK, EXAMPLES, FLEET, Moved
+from fedquilt.tools.bench.protocol_boards import CHUNK, FLEET, Moved, weight
 from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
@@ -275,6 +275,6 @@ def _bare_s(home: Path, method: str, model: bytes) -> float:
         if hashlib.sha256(payload).hexdigest() != wanted:
             raise JobError("the bare fold has read another update")
         metrics = {"steps": 10.0, "new": 1.0}
-        given = Contribution(f"board-{number}", 0, float(EXAMPLES), metrics, {"model": tensors.decode(payload)})
+        given = Contribution(f"board-{number}", 0, weight(method), metrics, {"model": tensors.decode(payload)})
         total = found.fold(state, total, given)
     return (time.process_time() - begun_s) / BARE
