@@ -7,6 +7,7 @@ that do not fit are trained one by one, so that each raises what it would raise 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Call(NamedTuple):
         return found
 
 
-class Together:
+class Together(ABC):
     """Part of an engine that also trains several devices at once."""
 
     def call(
@@ -94,10 +95,10 @@ class Together:
                 call.rng.bit_generator.state = state
             return [call.alone(self) for call in calls]
 
+    @abstractmethod
     def _kind(self, call: Call) -> Hashable | None:
         """What calls have in common that are trained in one pass; None: this one needs the loop."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _trained(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
         """Train calls of one kind; whatever it raises, they are trained one by one instead."""
-        raise NotImplementedError

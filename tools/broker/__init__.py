@@ -22,6 +22,7 @@ from typing import Any
 
 from fedquilt.core import JobError, LinkError
 
+START_S = 60.0
 STOP_S = 5.0
 
 
@@ -58,7 +59,7 @@ class EmbeddedBroker:
 
         Raises:
             JobError: amqtt is not installed.
-            LinkError: the address cannot be listened on.
+            LinkError: the address cannot be listened on, or it does not listen within START_S.
         """
         try:
             from fedquilt.tools.broker.amqtt_fixes import MendedBroker
@@ -72,7 +73,9 @@ class EmbeddedBroker:
             target=self._run, args=(MendedBroker, ready, failures), name="broker", daemon=True
         )
         self._thread.start()
-        ready.wait()
+        if not ready.wait(START_S):  # an interrupt in the middle of an import leaves a lock of Python's held
+            self._thread = None
+            raise LinkError(f"the embedded broker does not start within {START_S:g} s: run the command again")
         if failures:
             self._thread.join()
             self._thread = None

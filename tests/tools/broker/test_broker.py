@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fedquilt.core import JobError, LinkError
+from fedquilt.tools import broker
 from fedquilt.tools.broker import EmbeddedBroker, password_line
 from fedquilt.transport.broker import Broker
 
@@ -64,6 +65,14 @@ def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
     """With the port and the mend; the first broker goes on."""
     with pytest.raises(LinkError, match=rf"cannot listen on 127\.0\.0\.1:{embedded_broker.port} .*choose another port"):
         EmbeddedBroker(port=embedded_broker.port).start()
+
+
+def test_a_broker_that_does_not_begin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for ever for a thread that Python's own locks hold up."""
+    monkeypatch.setattr(broker, "START_S", 0.05)
+    monkeypatch.setattr(EmbeddedBroker, "_run", lambda self, make, ready, failures: None)
+    with pytest.raises(LinkError, match=r"does not start within 0\.05 s: run the command again"):
+        EmbeddedBroker().start()
 
 
 def test_it_stops_with_clients_connected_and_starts_again(stage: Stage) -> None:
