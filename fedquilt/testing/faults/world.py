@@ -123,12 +123,6 @@ def heard(happened: Counter[str]) -> Iterator[None]:
         log.removeHandler(ear)
 
 
-def _lost(facts: list[AnyFact]) -> bool:
-    """Whether a job has ended because devices lack private state that its method cannot do without, and said so."""
-    said = "does not allow a device to begin it anew"
-    return any(isinstance(fact, Declined) and said in fact.reason for fact in facts)
-
-
 def _id(number: int) -> str:
     return f"sim{number}-20260101-000000-00000{number}"
 
@@ -329,7 +323,9 @@ class World:
 
     def _excused(self, facts: list[AnyFact]) -> bool:
         """Whether a job may have failed: a disk has lost what it needs, by a flipped bit or with an older home."""
-        return bool(self.happened["rot"] or (self.happened["restore"] and _lost(facts)))
+        said = "does not allow a device to begin it anew"
+        lost = any(isinstance(fact, Declined) and said in fact.reason for fact in facts)
+        return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 
     def _require_log(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
         """The cohorts of a job's rounds."""
