@@ -94,7 +94,7 @@ class Store:
             self._db = disk.connect(home / "fedquilt.db")
             try:
                 self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
-                before.report(disk)
+                before.report(disk, self._db)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 store_tables.bring_up_to_date(self._db, home)

@@ -3,6 +3,9 @@
 SQLite reads the log as far as its checksums match, takes what follows for an unfinished write, and overwrites it. So
 one damaged bit would take back every fact behind it without a word. What another process is just writing, or was
 killed over before SQLite told it that it was written, is not taken up either; there the checksums match.
+
+How far SQLite has read is asked of SQLite, never read from its index: the locks of a process on a file, which keep
+others from making that index anew while it is used, all end when the process closes any descriptor of the file.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from __future__ import annotations
 import logging
 import struct
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.disk import Disk
+
+if TYPE_CHECKING:
+    import sqlite3
 
 log = logging.getLogger("fedquilt.coordinator")
 
 _HEAD: Final = struct.Struct(">4I8s8s")  # magic, version, page size, number of the log, salts, checksum
 _FRAME: Final = struct.Struct(">II8s8s")  # page, size of the database after a commit or 0, salts, checksum
-_TAKEN_AT: Final = 16  # in the index beside the log, in the machine's byte order: number of frames taken up
 
 
 class Log(NamedTuple):
@@ -28,13 +33,11 @@ class Log(NamedTuple):
     head: bytes
     committed: int  # frames up to the last commit, whether their checksums match or not
 
-    def lost(self, disk: Disk) -> int:
-        """Number of committed frames that SQLite, which has opened it, has not taken up; 0 if it has begun anew."""
-        index = self.path.with_name(self.path.name.removesuffix("-wal") + "-shm")
-        if not self.committed or not disk.is_file(index) or disk.read(self.path, 0, _HEAD.size) != self.head:
+    def lost(self, disk: Disk, taken: int) -> int:
+        """Number of committed frames behind the `taken` that SQLite has read; 0 if the log has begun anew."""
+        if self.committed <= taken or disk.read(self.path, 0, _HEAD.size) != self.head:
             return 0
-        (taken,) = struct.unpack("=I", disk.read(index, _TAKEN_AT, 4))
-        return max(self.committed - taken, 0) if self._damaged(disk, taken) else 0
+        return self.committed - taken if self._damaged(disk, taken) else 0
 
     def _damaged(self, disk: Disk, taken: int) -> bool:
         """Whether a frame that SQLite has not taken up has another checksum than its content, or so has the head."""
@@ -53,9 +56,12 @@ class Log(NamedTuple):
             seed = stated
         return False
 
-    def report(self, disk: Disk) -> None:
-        """Keep a copy of what SQLite has not taken up, and say so."""
-        if lost := self.lost(disk):
+    def report(self, disk: Disk, db: sqlite3.Connection) -> None:
+        """Keep a copy of what SQLite, which has opened the log, has not taken up, and say so."""
+        if not self.committed:
+            return
+        _, taken, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # frames; -1: another process is at it
+        if taken >= 0 and (lost := self.lost(disk, taken)):
             aside = self.path.with_name(f"{self.path.name}.damaged")
             disk.write(aside, disk.read(self.path))
             log.warning(

@@ -81,9 +81,8 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
 
     def taken_up(payload: bytes) -> object:
         (folder / "fedquilt.db-wal").write_bytes(payload)
-        return write_ahead.look(REAL, folder / "fedquilt.db").lost(REAL)
+        return write_ahead.look(REAL, folder / "fedquilt.db").lost(REAL, 1)
 
-    shutil.copy(known / "fedquilt.db-shm", folder)
     with Store(folder / "saved") as store:
         store.add(settings.parse({"name": "digits", "method": "fedavg"}), folder / "bundle")
         backup.save(store, folder / "whole.tar")

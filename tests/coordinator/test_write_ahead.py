@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,21 @@ def test_a_log_that_is_whole_is_taken_up_without_a_word(tmp_path: Path, caplog: 
     assert not list(home.glob("*.damaged"))
 
 
+ANEW = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as index:
+    fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 128)
+"""
+
+
+def test_nobody_can_make_the_index_anew_while_a_killed_home_is_open_again(tmp_path: Path) -> None:
+    """Whoever gets this lock of SQLite's empties the index, over which all other processes die by SIGBUS."""
+    home, _ = killed(tmp_path)
+    with Store(home):
+        tried = subprocess.run([sys.executable, "-c", ANEW, home / "fedquilt.db-shm"], capture_output=True, text=True)
+        assert "BlockingIOError" in tried.stderr
+
+
 @pytest.mark.parametrize("where", [0.0, 0.5, 0.9])
 def test_a_damaged_log_is_named_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float) -> None:
     """In its head, in its middle, or near its end: SQLite would go on as if nothing had been."""
@@ -50,34 +67,38 @@ def test_a_damaged_log_is_named_and_kept(tmp_path: Path, caplog: pytest.LogCaptu
     assert f"{log} is damaged: its last" in caplog.text
 
 
-def test_a_log_that_another_process_is_writing_is_no_damaged_one(tmp_path: Path) -> None:
+def test_a_log_that_another_process_is_writing_is_no_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It has begun anew since it was looked at, or has more than it had."""
     with Store(tmp_path) as writer:
         run = writer.add(JOB, tmp_path)
         before = write_ahead.look(REAL, tmp_path / "fedquilt.db")
+        assert before.committed > 0
         writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
-        assert (before.committed > 0, before.lost(REAL)) == (True, 0)
+        before.report(REAL, writer._db)
         writer._db.execute("pragma wal_checkpoint(restart)")
         writer.append(run, Asked(0, 0, ("x",)))
-        assert before.lost(REAL) == 0
+        before.report(REAL, writer._db)
+    assert caplog.text == ""
 
 
 def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> None:
-    """It is in the log already, and not yet in the index: waiting for the disk may take a while."""
-    home, run = tmp_path / "home", ""
+    """It is in the log already, and SQLite does not take it up yet: waiting for the disk may take a while."""
+    home, path = tmp_path / "home", tmp_path / "committing" / "fedquilt.db"
     with Store(home) as writer:
         run = writer.add(JOB, tmp_path)
-        index = (home / "fedquilt.db-shm").read_bytes()
+        taken = write_ahead.look(REAL, home / "fedquilt.db").committed
         writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
-        shutil.copytree(home, tmp_path / "committing")
-    (tmp_path / "committing" / "fedquilt.db-shm").write_bytes(index)
-    found = write_ahead.look(REAL, tmp_path / "committing" / "fedquilt.db")
-    assert (found.committed > 0, found.lost(REAL)) == (True, 0)
-    path = tmp_path / "committing" / "fedquilt.db-wal"
-    payload = bytearray(path.read_bytes())
+        shutil.copytree(home, path.parent)
+    found = write_ahead.look(REAL, path)
+    assert found.committed > taken > 0
+    assert found.lost(REAL, taken) == 0
+    log = path.with_name("fedquilt.db-wal")
+    payload = bytearray(log.read_bytes())
     payload[-1] ^= 1
-    path.write_bytes(payload)
-    assert found.lost(REAL) > 0
+    log.write_bytes(payload)
+    assert found.lost(REAL, taken) == found.committed - taken
 
 
 def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:
