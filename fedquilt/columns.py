@@ -26,6 +26,22 @@ def width(out: TextIO | None = None) -> int:
     return min(MOST, max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns))
 
 
+def fold(line: str, hang: int | None = None, out: TextIO | None = None) -> list[str]:
+    """Break a sentence at the width of a terminal; whole in a file or pipe, where it may be searched for.
+
+    Args:
+        line: of any length.
+        hang: Columns before each further line; None: two more than stand before the first.
+        out: None: standard output.
+    """
+    if not (out or sys.stdout).isatty():
+        return [line]
+    wide = max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns)
+    before = len(line) - len(line.lstrip()) + 2 if hang is None else hang
+    whole = textwrap.TextWrapper(wide, subsequent_indent=" " * before, break_on_hyphens=False, break_long_words=False)
+    return whole.wrap(line) or [line]
+
+
 def paint(text: str, colour: str | None, out: TextIO | None = None) -> str:
     """Colour a text with one of COLOURS; unchanged if the output is no terminal, or NO_COLOR is set."""
     if colour is None or not (out or sys.stdout).isatty() or os.environ.get("NO_COLOR"):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from fedquilt import heap, methods, open_metrics, progress
+from fedquilt import columns, heap, methods, open_metrics, progress
 from fedquilt.coordinator import eligibility, rollouts, sites
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
@@ -169,7 +169,8 @@ class Console:
 
     def say(self, first: str, *more: str) -> None:
         """Print a sentence with the seconds since the start, and further ones below it."""
-        self._line.say(f"{self._stamp()} {first}", *(f"{'':11}{line}" for line in more))
+        told = (f"{self._stamp()} {first}", *(f"{'':11}{line}" for line in more))
+        self._line.say(*(part for line in told for part in columns.fold(line, 11)))
 
     def contact(self, link: Link) -> None:
         """Report that the broker is lost, or back."""
@@ -329,7 +330,8 @@ def tell(
 
 def _tell(at_s: float, first: str, *more: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-    print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]), flush=True)
+    told = (f"{stamp}  {first}", *(f"{'':21}{line}" for line in more))
+    print("\n".join(part for line in told for part in columns.fold(line, 21)), flush=True)
 
 
 class Stop:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt import disk
+from fedquilt import columns, disk
 from fedquilt.cli.commands import wordy
 from fedquilt.cli.options import Blobs, Broker
 from fedquilt.core import JobError, StoreError
@@ -158,4 +158,4 @@ def show(format: str, rows: Any, lines: Sequence[str]) -> None:
 
         print(msgspec.json.encode(rows).decode())
     elif lines:
-        print("\n".join(lines))
+        print("\n".join(part for line in lines for part in columns.fold(line)))

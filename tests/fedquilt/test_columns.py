@@ -55,3 +55,15 @@ def test_what_is_no_terminal_has_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
     assert columns.width(Terminal()) == 120
     monkeypatch.setenv("COLUMNS", "40")
     assert columns.width(Terminal()) == 80
+
+
+def test_a_long_sentence_is_folded_for_people_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further lines stand below the first word; whoever searches a file finds each sentence in one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    line = "  update received: " + ", ".join(f"jetson-nano-{number:02}" for number in range(6))
+    assert columns.fold(line, out=io.StringIO()) == [line]
+    first, second = columns.fold(line, out=Terminal())
+    assert (len(first) <= 80, first[:3], second[:5]) == (True, "  u", "    j")
+    assert f"{first} {second[4:]}" == line
+    assert columns.fold("", out=Terminal()) == [""]
+    assert columns.fold(line, 9, Terminal())[1].startswith(" " * 9 + "j")
