@@ -139,7 +139,8 @@ def flashed(manifest: Manifest, packages: Iterable[str]) -> list[str]:
     places = list(packages)
     found: dict[str, str] = {}
     for one in metadata.distributions(path=places):
-        found.setdefault(_canonical(one.metadata["Name"] or ""), one.version)
+        if "Name" in one.metadata:
+            found.setdefault(_canonical(one.metadata["Name"]), one.version)
     for name, wanted in sorted(manifest.present.items()):
         has = found.get(_canonical(name))
         if has != wanted:

@@ -58,7 +58,7 @@ def look(paths: Sequence[Path]) -> Packages:
 def _name(package: metadata.Distribution) -> str:
     """A package's name; "": its folder has none, as an interrupted installation leaves it."""
     try:
-        return package.metadata["Name"] or ""
+        return package.metadata["Name"] if "Name" in package.metadata else ""  # noqa: SIM401  (it has no get)
     except OSError:  # of the importlib_metadata package, if something has imported it; Python's own tells an empty name
         return ""
 

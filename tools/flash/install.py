@@ -267,7 +267,9 @@ def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
         with tarfile.open(bundle / "python.tar") as packed:
             if odd := [one for one in packed.getnames() if one.split("/")[0] != "python" or ".." in one.split("/")]:
                 raise Refused(f"python.tar would write to {odd[0]}")
-            packed.extractall(new)  # noqa: S202 (its names are looked at above)
+            if hasattr(tarfile, "data_filter"):  # Pythons before 2023 have none; names are looked at above
+                packed.extraction_filter = tarfile.data_filter
+            packed.extractall(new)  # noqa: S202
     see = bool(manifest["system_packages"])
     environment.furnish(new, manifest["python"], manifest["interpreter"], system_packages=see)
     for name in BROUGHT:
