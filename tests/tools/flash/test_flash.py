@@ -117,10 +117,10 @@ def test_an_archive_and_its_one_command(place: Path, capsys: pytest.CaptureFixtu
     """The command that is printed works where there is neither pip nor a network."""
     assert flash() == 0
     said = capsys.readouterr().out
-    (place / "there").mkdir()
     assert "tar -xf fedquilt-orin-1.tar && sudo sh fedquilt-orin-1/install.sh" in said
-    subprocess.run(["tar", "-xf", place / "fedquilt-orin-1.tar", "-C", place / "there"], check=True)
-    script = ["sh", "there/fedquilt-orin-1/install.sh", "--root", "board"]
+    (place / "here").mkdir()
+    subprocess.run(["tar", "-xf", place / "fedquilt-orin-1.tar", "-C", place / "here"], check=True)
+    script = ["sh", "here/fedquilt-orin-1/install.sh", "--root", "board"]
     subprocess.run(script, check=True, env={"PATH": "/usr/bin:/bin"}, stdout=subprocess.DEVNULL)
     assert (place / "board/etc/fedquilt/agent.toml").is_file()
 
