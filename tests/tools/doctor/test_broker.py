@@ -170,7 +170,7 @@ def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
 
         def answer() -> None:
             line, _ = server.accept()
-            with context.wrap_socket(line, server_side=True) as secure, suppress(ConnectionResetError):
+            with context.wrap_socket(line, server_side=True) as secure, contextlib.suppress(ConnectionResetError):
                 secure.recv(1)
 
         thread = threading.Thread(target=answer)
