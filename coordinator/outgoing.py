@@ -20,7 +20,7 @@ REISSUE_MOST_S = 60.0
 class Issue:
     """One open task: when it was last sent, how long to wait for a claim, and which blobs its device may fetch."""
 
-    sent_s: float
+    sent_s: float  # or when it was last to be sent
     patience_s: float
     blobs: set[str]
 
@@ -66,12 +66,16 @@ class Issues:
             self._open[device].patience_s = REISSUE_MOST_S
 
     def due(self, now_s: float) -> list[str]:
-        """Devices whose task is to be sent again."""
+        """Devices whose task is to be sent again.
+
+        One that nobody sends, as its device is not wanted for the moment, is due again after as long.
+        """
         found = []
         while self.next_s() <= now_s:
             found.append(heapq.heappop(self._agenda)[1])
             del self._listed[found[-1]]
-        for device in found:  # due until it is sent again or withdrawn
+        for device in found:
+            self._open[device].sent_s = now_s
             self._list(device, self._open[device].due_s)
         return found
 

@@ -16,6 +16,7 @@ from fedquilt.coordinator.facts import (
     Committed,
     Ended,
     Extended,
+    Reopened,
 )
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.views import log, why
@@ -189,3 +190,18 @@ def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stag
     stage.play()
     assert {task.engine for task in a.tasks if task is not None} == {"numpy"}
     assert sum(task is not None for task in a.tasks) > 1
+
+
+def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path: Path) -> None:
+    """A round that nobody answers is opened again, with tasks that are not sent a second time until they return."""
+    stage = Stage(tmp_path, cohort={**TABLE["cohort"], "deadline_s": 15.0, "attempts": 3})
+    hands = [stage.hand(name) for name in "ab"]
+    stage.play()
+    for hand in hands:
+        hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play(30.0)
+    assert stage.told(Reopened)
+    before = len(stage.dues)
+    stage.play(30.0)
+    at_once = [now_s for now_s, due_s, _ in stage.dues[before:] if due_s <= now_s]
+    assert len(at_once) <= 8  # one for each attempt at the round
