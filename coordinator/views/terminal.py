@@ -53,6 +53,7 @@ MORE = (
     "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
     "--agents-only`"
 )
+AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
@@ -292,9 +293,9 @@ def tell(
         watch: called after the present facts are printed; True: this is the last call.
 
     Raises:
-        UnservedError: with `follow`, nobody serves the store any more, so that nothing will follow.
+        UnservedError: with `follow`, nobody serves the store, or nobody has for AWAY_S, so that nothing will follow.
     """
-    job = store.job(id).job
+    job, served_s, away = store.job(id).job, -math.inf, False  # when a coordinator was last seen to serve it
     seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
     engines = (job.engine,) if job.engine else methods.load(job.method).engines
     while True:
@@ -309,9 +310,14 @@ def tell(
             else:
                 _tell(at_s, *teller.tell(fact, state))
         sys.stdout.flush()
-        served = store.served()
-        watch(ended or not follow or not served)
-        if not ended and follow and not served:
+        served, now_s = store.served(), time.monotonic()
+        served_s = now_s if served else served_s
+        gone = not served and now_s >= served_s + AWAY_S
+        if not (served or gone or away or ended) and follow:
+            print(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s", file=sys.stderr)
+        away = not served
+        watch(ended or not follow or gone)
+        if not ended and follow and gone:
             raise UnservedError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )

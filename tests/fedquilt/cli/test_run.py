@@ -11,6 +11,7 @@ import pytest
 from fedquilt.cli import homes, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import terminal
 from fedquilt.coordinator.views.terminal import UnservedError
 
 
@@ -84,3 +85,32 @@ def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
     """At the broker that its options name."""
     assert main(["resume", run, "--home", str(tmp_path), "--broker", "mqtt://127.0.0.1:1"]) == 5
     assert "nothing listens at mqtt://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
+    tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As systemd does after a crash. One that does not return is waited for no longer than AWAY_S."""
+    clock = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
+    serving: list[Store | None] = [Store(tmp_path)]
+    assert serving[0] is not None
+    assert serving[0].lock()
+    serving[0].set_status(run, "running")
+
+    def turn(seconds: float) -> None:
+        """Each look at the store takes 2 s; the coordinator is away from 4 to 10 s, and for good after 20 s."""
+        clock[0] += 2.0
+        up = clock[0] < 4 or 10 <= clock[0] < 20
+        if serving[0] is not None and not up:
+            serving[0].close()
+            serving[0] = None
+        elif serving[0] is None and up:
+            serving[0] = Store(tmp_path)
+            assert serving[0].lock()
+
+    monkeypatch.setattr(terminal.time, "sleep", turn)
+    with Store(tmp_path) as store, pytest.raises(UnservedError, match="no coordinator serves"):
+        terminal.tell(store, run, follow=True)
+    assert 18 + terminal.AWAY_S <= clock[0] <= 20 + terminal.AWAY_S
+    assert capsys.readouterr().err.count("another one is waited for 20 s") == 2
