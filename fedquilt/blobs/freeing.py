@@ -1,6 +1,6 @@
 """Large files removed without waiting for the file system to free their blocks.
 
-To free the blocks of 96 MB takes 20 to 50 ms where the disk is told of each (`discard` of ext4), and whoever drops many
+To free the blocks of 96 MB takes 28 to 49 ms where the disk is told of each (`discard` of ext4), and whoever drops many
 updates at once would stop for a second or more. A file that is open loses its name at once, and frees its blocks when
 it is closed: in a thread here. If the process ends first, the system closes it.
 """
