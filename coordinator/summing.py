@@ -177,22 +177,28 @@ class Summing:
         return "work" in rounds.actions and not self._folding.holds_all(self._ready(rounds))
 
     def carry_on(self, rounds: Rounds, stored_at: float) -> Folded | None:
-        """Fold what can be; returns the fact that the sum is stored, if so much has been folded that it is now.
+        """Fold what can be, until so much is folded that the sum is stored; returns the fact that it is.
+
+        What is left then is folded by the next call, so that no more waits to be dropped than is needed.
 
         Raises:
             LostUpdateError: an update, or the stored sum with it, is gone or damaged.
         """
-        self._sum(rounds)
-        folded = [update for device, update in rounds.answered.items() if self._folding.holds(update)]
+        self._sum(rounds, lambda: self._worth_storing(rounds, stored_at))
+        if not self._worth_storing(rounds, stored_at):
+            return None
+        folded = [device for device, update in rounds.answered.items() if self._folding.holds(update)]
+        return Folded(rounds.round, tuple(sorted(folded)), stored(self._depot, *tensors.parts(self._folding.total)))
+
+    def _worth_storing(self, rounds: Rounds, stored_at: float) -> bool:
+        """Whether updates of so many times the sum's bytes are in it, and in no stored one."""
+        if not self._exact or not rounds.asked:
+            return False
+        folded = [update for update in rounds.answered.values() if self._folding.holds(update)]
         known = rounds.folded.devices if rounds.folded else ()
         new_bytes = sum(folding.size_of(update) for update in folded if update.device not in known)
-        if not self._exact or not rounds.asked or not new_bytes:
-            return None
-        own_bytes = tensors.total_bytes([tensors.parts(self._folding.total)[0]])
-        if new_bytes < stored_at * own_bytes:
-            return None
-        devices = tuple(sorted(update.device for update in folded))
-        return Folded(rounds.round, devices, stored(self._depot, *tensors.parts(self._folding.total)))
+        own_bytes = tensors.total_bytes([tensors.parts(self._folding.total)[0]]) if new_bytes else 0
+        return new_bytes > 0 and new_bytes >= stored_at * own_bytes
 
     # -- the end of a round --
 
@@ -234,13 +240,20 @@ class Summing:
         """Updates that the sum may hold already."""
         return {} if self._interleaved(rounds) else folding.ready(rounds, self._exact)
 
-    def _sum(self, rounds: Rounds) -> None:
-        """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none."""
+    def _sum(self, rounds: Rounds, enough: Callable[[], bool] = lambda: False) -> None:
+        """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none.
+
+        Args:
+            rounds: whose updates they are.
+            enough: asked before each update whether the rest is left for later.
+        """
         updates = self._ready(rounds)
         self._folding.gather(updates)
         if not self._folding.fits(updates) or not len(self._folding):
             self._folding = self._begun(rounds)
         for device in self._folding.left(updates):
+            if enough():
+                return
             known, given = self._read.get(device, (None, None))
             if given is None or known != updates[device]:
                 given = self._streamed(updates[device])

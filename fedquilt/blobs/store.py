@@ -34,6 +34,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.explained import Explained
+from fedquilt.blobs.freeing import Freeing
 from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
@@ -76,6 +77,7 @@ class Depot:
         self._wall_clock = wall_clock
         self._doing = partial(Explained, folder=folder)
         self._verified = Verified(disk)
+        self._freeing = Freeing(disk)
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
@@ -265,7 +267,7 @@ class Depot:
                     return
             self._verified.forget(sha256)
             for path in (self._at(sha256), self._part(sha256)):
-                self.disk.unlink(path)
+                self._freeing.unlink(path)
 
     def keep(self, only: set[str]) -> None:
         """Remove every blob except these. Parts, damaged and temporary files go a day after their last write."""
@@ -278,7 +280,7 @@ class Depot:
                 superfluous = kind == "part" and self.ref(sha256) is not None
                 if (stale or superfluous) if kind else sha256 not in only:
                     self._verified.forget(found.name)
-                    self.disk.unlink(f"{self._prefix}{found.name}")
+                    self._freeing.unlink(f"{self._prefix}{found.name}")
 
     def unused(self) -> list[tuple[str, int]]:
         """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""

@@ -364,3 +364,21 @@ def test_leftovers_are_swept_when_the_worker_has_nothing_in_hand(tmp_path: Path)
     stage.play()
     assert not stage.store.depot.has(left)
     worker.close()
+
+
+def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) -> None:
+    """Updates that came while others were read are folded and dropped a few at a time, not all folded first."""
+    worker = Slow()
+    stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
+    hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    for hand in hands[:3]:
+        hand.answer(ones(1.0))
+    stage.play()
+    for _ in range(3):  # all are read
+        worker.go_on()
+    stage.play()
+    while worker.begun:
+        worker.go_on()
+        stage.play()
+    assert [fact.devices for fact in stage.told(Folded)] == [("a",), ("a", "b"), ("a", "b", "c")]

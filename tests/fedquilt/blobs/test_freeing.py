@@ -1,0 +1,76 @@
+"""Large blobs that are dropped: they are gone at once, and their blocks are freed by another thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from fedquilt.blobs import freeing
+from fedquilt.blobs.store import Depot
+
+
+class Held:
+    """Closes of descriptors, which wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.may, self.closed = threading.Event(), list[str]()
+        self.close = os.close
+
+    def __call__(self, file: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.closed.append(os.readlink(f"/proc/self/fd/{file}"))
+            self.may.wait()
+        self.close(file)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    made = Held()
+    monkeypatch.setattr(freeing, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(os, "close", made)
+    yield made
+    made.may.set()  # a thread that waits would keep the process from ending
+
+
+def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: Path, held: Held) -> None:
+    """The caller does not wait; what is stored meanwhile under the same name stays."""
+    depot = Depot(tmp_path)
+    ref = depot.put(bytes(1000))
+    depot.drop(ref.sha256)
+    assert not depot.has(ref)
+    assert not list(tmp_path.iterdir())
+    until(lambda: held.closed, "a close")
+    assert held.closed == [f"{tmp_path / ref.sha256} (deleted)"]
+    depot.put(bytes(1000))
+    held.may.set()
+    assert depot.load(ref.sha256) == bytes(1000)
+
+
+def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors do not run out, however many are dropped together."""
+    monkeypatch.setattr(freeing, "OPEN_MOST", 2)
+    depot = Depot(tmp_path)
+    refs = [depot.put(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
+    for ref in refs:
+        depot.drop(ref.sha256)
+    assert not list(tmp_path.iterdir())
+    open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert sorted(each for each in open_files if each.startswith(str(tmp_path))) == sorted(
+        f"{tmp_path / ref.sha256} (deleted)" for ref in refs[1:3]
+    )
+
+
+def test_leftovers_are_freed_there_too(tmp_path: Path, held: Held) -> None:
+    """A sweep of the depot after a crash finds large blobs of no use."""
+    depot = Depot(tmp_path)
+    ref = depot.put(bytes(1000))
+    depot.keep(set())
+    assert not depot.has(ref)
+    until(lambda: held.closed, "a close")
