@@ -31,6 +31,10 @@ class Contributed(Sequence[int]):
         """These rounds and one more."""
         return Contributed(self._bits | 1 << round)
 
+    def before(self, round: int) -> Contributed:
+        """Those of these rounds that came before one."""
+        return Contributed(self._bits & (1 << round) - 1)
+
     @property
     def last(self) -> int | None:
         """The highest number; None: there is none."""

@@ -35,7 +35,7 @@ class Started(Fact, frozen=True, omit_defaults=True):
 
     state: BlobRef
     settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
-    begins: int = 0  # number of the round that begins with it, where that is later than the job's next
+    begins: int = 0  # number of the round that begins with it: a later one than the next, or one to work for anew
     actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
     settling: bool = False  # whether that round is a settling one
     deadline_s: float | None = None  # of that round's attempt; None: the cohort's
@@ -280,7 +280,9 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             begun: Phase = "selecting" if state.phase == "new" else state.phase
             state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
             state = replace(state, ordered=fact if fact.actions else None, settling=fact.settling)
-            return state if fact.begins <= state.round and not state.answered else _cleared(state, fact.begins)
+            if fact.begins < state.round:
+                return _taken_back(state, fact.begins)
+            return state if fact.begins == state.round and not state.answered else _cleared(state, fact.begins)
         case Noted():
             return state
         case Surveyed():
@@ -371,8 +373,15 @@ def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
 
 def _cleared(state: Rounds, round: int) -> Rounds:
     """The job before a round of which nothing has happened yet: the running one is committed, or was given up."""
-    state = replace(state, round=max(state.round, round), attempt=0, asked=frozenset(), answered={}, declined={})
+    state = replace(state, round=round, attempt=0, asked=frozenset(), answered={}, declined={})
     return replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
+
+
+def _taken_back(state: Rounds, round: int) -> Rounds:
+    """The job of a site before a round that it has worked for already: the coordinator above is an older copy."""
+    history = {device: rounds.before(round) for device, rounds in state.history.items()}
+    since = {device: min(last, round) for device, last in state.since.items()}
+    return replace(_cleared(state, round), history=history, since=since)
 
 
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:

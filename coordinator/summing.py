@@ -94,8 +94,7 @@ class Summing:
         if self._job.wire.codec == "raw" and not of_site and self._folding.holds(update):
             return update
         with checks.named(update.device):
-            given = self._decoded(mending.contribution(self._depot, update), base)
-            update = _with_boards(update, given)
+            update, given = self._read_as(update, mending.contribution(self._depot, update), base)
             next_one = self._folding.follows(update.device, rounds.answered, rounds.asked)
             next_one = next_one and (self._exact or not of_site)  # a site's boards have places among the others
             if next_one:
@@ -167,8 +166,7 @@ class Summing:
             given = self._streamed(update)
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
-            given = self._decoded(given, base)
-            update = _with_boards(update, given)
+            update, given = self._read_as(update, given, base)
             required(self._fold, self._state, given)
         return self._plain(update, given)
 
@@ -302,10 +300,11 @@ class Summing:
             return mending.contribution(self._depot, update)
         return mending.streamed(self._depot, update)
 
-    def _decoded(self, given: Contribution, base: Base) -> Contribution:
-        if passed.of_site(given.bundles):  # which has decoded what its boards sent
-            return given
-        return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
+    def _read_as(self, update: Update, given: Contribution, base: Base) -> tuple[Update, Contribution]:
+        """An update and its tensors as they are folded: decoded; of a site, which has done that, with its boards."""
+        if passed.of_site(given.bundles):  # types and shapes of its bundles are not kept
+            return msgspec.structs.replace(update, boards=passed.boards(given)), given
+        return update, replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
 
     def _plain(self, update: Update, given: Contribution) -> Update:
         """The update as it is stored: as the codec has decoded it."""
@@ -316,13 +315,6 @@ class Summing:
 
 
 # -- reading and storing --------------------------------------------------------------------------------------
-
-
-def _with_boards(update: Update, given: Contribution) -> Update:
-    """The update with the names of its boards, if it is a site's; its types and shapes are not kept."""
-    if not passed.of_site(given.bundles):
-        return update
-    return msgspec.structs.replace(update, boards=passed.boards(given))
 
 
 def _as_it_is(given: Contribution) -> Contribution:

@@ -103,6 +103,8 @@ def _found(disk: Disk, path: Path) -> Log:
     _, _, page, _, salts, _ = _HEAD.unpack(head)
     size = _size(page)
     frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
-    ours = {salts, *(frame[2] for frame in frames[:1])}  # of either, as one of them may be what is damaged
+    first = frames[0][2] if frames else salts
+    halves = first[:4] == salts[:4] or first[4:] == salts[4:]  # one may be damaged; a log that begins anew changes both
+    ours = {salts, first} if halves else {salts}
     commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]
     return Log(path, head, max(commits, default=0))

@@ -228,9 +228,9 @@ class Campaign:
                     raise LostError(f"round {fact.round} asked {sorted(asked)}, and counted {sorted(counted)}")
                 cohorts.append(frozenset(counted))
         self.partial = sum(len(cohort) < DEVICES for cohort in cohorts)
-        run, calm = self._calm(cohorts)
+        run, undisturbed = calm(self.plan, cohorts)
         states = [fact.state.sha256[:12] for fact in found if isinstance(fact, Committed)]
-        wanted = [fact.state.sha256[:12] for fact in calm if isinstance(fact, Committed)]
+        wanted = [fact.state.sha256[:12] for fact in undisturbed if isinstance(fact, Committed)]
         if states != wanted:
             raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
         for device in sorted(frozenset().union(*cohorts)):
@@ -238,21 +238,22 @@ class Campaign:
             if kept != right:
                 raise LostError(f"{device} keeps the private state {kept}, and without kills {right}")
 
-    def _calm(self, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyFact]]:
-        """(run, facts) of the job in this process, where nothing happens; these boards take part in each round."""
-        decide = rounds.decide
-
-        def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any) -> AnyFact | None:
-            allowed = cohorts[state.round] if state.round < len(cohorts) else online
-            return decide(state, now_s, {name for name in online if name in allowed}, *rest)
-
-        with mock.patch.object(rounds, "decide", among), contextlib.redirect_stdout(io.StringIO()):
-            run, _ = fleet.virtually(self.plan)
-        with Store(self.plan.home) as store:
-            return run, [fact for _, _, fact in store.facts(run)]
-
     def _words(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
+
+
+def calm(plan: fleet.Plan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyFact]]:
+    """(run, facts) of a job in this process, where nothing happens; these boards take part in each round."""
+    decide = rounds.decide
+
+    def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any) -> AnyFact | None:
+        allowed = cohorts[state.round] if state.round < len(cohorts) else online
+        return decide(state, now_s, {name for name in online if name in allowed}, *rest)
+
+    with mock.patch.object(rounds, "decide", among), contextlib.redirect_stdout(io.StringIO()):
+        run, _ = fleet.virtually(plan)
+    with Store(plan.home) as store:
+        return run, [fact for _, _, fact in store.facts(run)]
 
 
 def _task_of(agent: int) -> int | None:

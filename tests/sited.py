@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fedquilt import tensors
+from fedquilt import bundle, tensors, wire
 from fedquilt.blobs.shared_store import Shared
+from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.data import examples
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.tools import demo
 from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.site.virtual import VirtualSite
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
@@ -41,17 +46,38 @@ class Federation:
     below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
 
     def __post_init__(self) -> None:
-        self.store = self.stack.enter_context(Store(self.plan.home, durable=False))
-        assert self.store.lock()
+        self.home = self.plan.home / "root"
+        self._open()
         self.run = self.store.add(self.plan.job, self.plan.bundle, "fleet", id=self.id)
-        link = self.broker.connect()
-        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
-        self.server = Server(executor, self.store, self._observe, only=self.run)
-        self.seats.append((link, self.server))
+        self._serve()
         self._stores: dict[str, Store] = {}
         self._together = examples.Together()
         self._shared = Shared(self.plan.folder(self.run, ".shared"))
         self.tables = self.plan.agents(self.run)
+
+    def _open(self) -> None:
+        self.store = self.stack.enter_context(Store(self.home, durable=False))
+        assert self.store.lock()
+
+    def _serve(self) -> None:
+        link = self.broker.connect()
+        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
+        self.server = Server(executor, self.store, self._observe, only=self.run)
+        self.seats.insert(0, (link, self.server))
+
+    def copy(self) -> Path:
+        """A copy of the home of the coordinator above, as it is now."""
+        return Path(shutil.copytree(self.home, self.plan.home / "copy"))
+
+    def put_back(self, copy: Path) -> None:
+        """The coordinator above is killed, and started again in a copy of its home."""
+        link, _ = self.seats.pop(0)
+        self.broker.lose(link)
+        self.store.close()
+        shutil.rmtree(self.home)
+        copy.rename(self.home)
+        self._open()
+        self._serve()
 
     def _observe(self, job: Any, fact: AnyFact) -> None:
         self.facts.append(fact)
@@ -66,9 +92,11 @@ class Federation:
         """Boards of one coordinator."""
         for table in tables:
             options = settings.parse({**table, "fleet": fleet})
-            board, link = make(options.board), self.broker.connect()
+            board = make(options.board)
             worker = InlineWorker(board, self._together.load)
-            agent = Agent(link, options, board, worker, durable=False, shared=self._shared, clock=lambda: None)
+            gone = wire.encode(wire.Presence(online=False, boot="board", seq=0))
+            link = self.broker.connect((wire.Topics(fleet).device(options.device, "up", "presence"), gone))
+            agent = Agent(link, options, board, worker, "board", durable=False, shared=self._shared, clock=lambda: None)
             self.seats.append((link, agent))
 
     def site(self, name: str, tables: Sequence[dict[str, Any]]) -> None:
@@ -105,6 +133,12 @@ class Federation:
         (place,) = [at for at, (link, _) in enumerate(self.seats) if link is up.inner]
         self.seats[place] = (up.renewed(), self.seats[place][1])
 
+    def leaves(self, device: str) -> None:
+        """A board dies for good."""
+        (link,) = [link for link, seat in self.seats if isinstance(seat, Agent) and seat.device == device]
+        self.seats = [(other, seat) for other, seat in self.seats if other is not link]
+        self.broker.lose(link)
+
     def play(self, until: Callable[[], bool] = lambda: False) -> str:
         """Run it to the end of its job; returns how that ended."""
         simulate(self.broker, lambda: self.seats, lambda: self.server.finished or until())
@@ -127,3 +161,46 @@ def federation(plan: Plan, split: Sequence[int] = (), id: str = "job-1") -> Iter
 def unpacked(payload: bytes, kind: type) -> Any:
     """A state as its method knows it."""
     return tensors.unpack(payload, kind)
+
+
+# -- the demo's digits ----------------------------------------------------------------------------
+
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
+METHODS = {
+    "fedavg": {},
+    "fedprox": {"mu": 0.1},
+    "fedopt": {"server": "adam"},
+    "fednova": {"epochs": 2, "momentum": 0.9},
+    "scaffold": {},
+    "fedbn": {},
+}
+
+
+def plan(
+    folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
+) -> Plan:
+    """A job on the demo's digits."""
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
+    job = jobs.parse(
+        {
+            "name": "sited",
+            "method": method,
+            "rounds": rounds,
+            "engine": "numpy",
+            "params": {"lr": 0.2, "batch": 16, "lr_decay": 0.9, **METHODS.get(method, {})},
+            "data": {"path": str(Path(demo.__file__).parent / "digits.npz"), "partition": "dirichlet", "alpha": 1.0},
+            "fleet": {"devices": devices, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["512MB"]},
+            **table,
+        }
+    )
+    return Plan(job, folder / "bundle", folder / "home")
+
+
+def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
+    """The states after every round, by sites of so many boards, or flat."""
+    table = {"cohort": {"start_devices": waits}, **table}
+    with federation(plan(folder, method, **table), split) as made:
+        assert made.play() == "done", made.facts[-1]
+        assert not [fact for fact in made.facts if isinstance(fact, Declined)]
+        return made.states

@@ -25,6 +25,7 @@ Deviations, and what is beyond the paper:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -46,10 +47,13 @@ from fedquilt.core import (
     Site,
     Task,
     UpdateError,
+    adds_up,
+    checked_by,
     derive_seed,
 )
+from fedquilt.exact import Total
 from fedquilt.models.stitching import candidates, class_moments, joint_head, least_squares, orders, stitched, taps
-from fedquilt.models.stitching.class_moments import Pending, Sums
+from fedquilt.models.stitching.class_moments import Part, Sums
 from fedquilt.models.stitching.search_state import Stored
 from fedquilt.models.stitching.stitched import Stock
 
@@ -85,8 +89,8 @@ class State:
 class Sum:
     """A round's accumulator."""
 
-    pending: Pending
-    devices: tuple[str, ...] = ()  # sorted
+    moments: Mapping[str, Total] = field(default_factory=dict)  # as `class_moments.added` makes them
+    devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
     short: int = 0  # devices whose memory held some of their examples only
 
 
@@ -131,32 +135,56 @@ def send(state: State, device: DeviceView) -> Order | None:
     return orders.moments_order(ask, state.files)
 
 
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Take one device's moments.
+def sound(state: State, total: Sum, weight: float) -> None:
+    """Check a site's sums before they are merged.
+
+    Raises:
+        UpdateError: they are none of so many examples, or of so many devices.
+    """
+    if not 0 <= total.short <= len(total.devices) or set(total.devices.values()) != {1}:
+        raise UpdateError("moments: of no devices, or of one twice")
+    class_moments.require_added(total.moments, len(state.stock.labels), _width(state), weight)
+
+
+def require(state: State, update: Contribution) -> None:
+    """Check an update before it is added to the sums.
 
     Raises:
         UpdateError: it answers another round, or its moments are not what was asked for.
     """
+    _part(state, update)
+
+
+@adds_up(Sum, sound)
+@checked_by(require)
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add one device's moments, in place; errors as of `require`."""
+    part, so_far = _part(state, update), so_far or Sum()
+    if part is None:
+        return so_far
+    short = so_far.short + (update.metrics.get("short", 0.0) > 0)
+    return Sum(class_moments.added(so_far.moments, part), {**so_far.devices, update.device: 1}, short)
+
+
+def _part(state: State, update: Contribution) -> Part | None:
+    """Moments of a device; None: they are counted already."""
     if update.metrics.get("turn") != state.turn:
         raise UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
-    so_far = so_far or Sum(Pending())
     if update.device in state.heard:
-        return so_far
+        return None
     given = update.bundles.get("moments", {})
     part = class_moments.from_tensors(given, len(state.stock.labels), _width(state), exact=True)
     class_moments.require_weight(part, update.weight)
-    return Sum(
-        so_far.pending.plus(part),
-        tuple(sorted({*so_far.devices, update.device})),
-        so_far.short + (update.metrics.get("short", 0.0) > 0),
-    )
+    return part
 
 
 def step(state: State, total: Sum | None) -> State:
     """Add a round's moments; solve after the last round, or once a round brings nobody new."""
     if total is None or not total.devices:
         return _closed(state) if state.heard else replace(state, log=())
-    sums = total.pending.with_stored(candidates.restored(state.gathered))
+    before = candidates.restored(state.gathered)
+    sums = class_moments.value(total.moments)
+    sums = sums if before is None else class_moments.merge([before, sums], [])
     heard = tuple(sorted({*state.heard, *total.devices}))
     notes = [f"moments of {sums.n:.0f} examples of {len(heard)} devices"]
     if total.short:

@@ -28,6 +28,7 @@ def test_it_reads_as_the_tuple_of_its_rounds(rounds: tuple[int, ...]) -> None:
     else:
         with pytest.raises(IndexError):
             found[-1]
+    assert tuple(found.before(8)) == tuple(round for round in rounds if round < 8)
     assert found.plus(5000) != found == contributed(*rounds)
     assert "a" not in found
     assert -1 not in found

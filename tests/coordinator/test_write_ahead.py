@@ -101,6 +101,21 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> 
     assert found.lost(REAL, taken) == found.committed - taken
 
 
+def test_a_log_that_begins_anew_has_lost_nothing(tmp_path: Path) -> None:
+    """Its head is written, and waits for the disk; what follows is of the log before, which SQLite has taken up."""
+    home, path = tmp_path / "home", tmp_path / "beginning" / "fedquilt.db"
+    with Store(home) as writer:
+        run = writer.add(JOB, tmp_path)
+        shutil.copytree(home, path.parent)
+        writer._db.execute("pragma wal_checkpoint(restart)")
+        writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        head = (home / "fedquilt.db-wal").read_bytes()[:32]
+    log = path.with_name("fedquilt.db-wal")
+    assert write_ahead.look(REAL, path).committed > 0
+    log.write_bytes(head + log.read_bytes()[32:])
+    assert write_ahead.look(REAL, path).committed == 0
+
+
 def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:
     """Another process, the last that had the database open, may close it and remove the log at this moment."""
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError
+from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError, soundness
 from fedquilt.data import inputs
-from fedquilt.methods.afl import METHOD, Params, State
+from fedquilt.methods.afl import METHOD, Params, State, Sum
 from fedquilt.models.stitching import class_moments, joint_head, stitched
 from fedquilt.testing.toys import build, members, play
 from fedquilt.tools.simulation import Member
@@ -165,6 +165,34 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
     assert np.isneginf(METHOD.result(last).tensors["head.bias"]).tolist() == [False, True, False]
 
 
+def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
+    """Of another number of examples, of nobody, of a product that is too large, or without a part."""
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(), 0)
+    part, sound = class_moments.part(features(POOLED.x), POOLED.y, 3), soundness(METHOD.fold)
+    assert sound is not None
+
+    def total(**changes: Any) -> Sum:
+        return replace(Sum(class_moments.added({}, part), {"a": 1}), **changes)
+
+    sound(state, total(), len(POOLED))
+    with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
+        sound(state, total(), 1.0)
+    with pytest.raises(UpdateError, match="of no devices"):
+        sound(state, total(devices={}), len(POOLED))
+    with pytest.raises(UpdateError, match="of no devices, or of one twice"):
+        sound(state, total(devices={"a": 2}), len(POOLED))
+    large, moments = total().moments, dict(total().moments)
+    large["second"].limbs[0][1] += 2 * np.abs(large["second"].value()).max()
+    with pytest.raises(UpdateError, match="a product of two features that is larger than their squares allow"):
+        sound(state, total(moments=large), len(POOLED))
+    moments["second"].limbs[0][0] = -1.0
+    with pytest.raises(UpdateError, match="a negative square"):
+        sound(state, total(moments=moments), len(POOLED))
+    with pytest.raises(UpdateError, match="names of sums differ: totals"):
+        sound(state, total(moments={name: moments[name] for name in ("counts", "second")}), len(POOLED))
+
+
 def test_what_cannot_begin_or_be_folded_says_why() -> None:
     """No such donor, two ways to a ridge, nobody heard; an update of another round, or with moments that cannot be."""
     bundle, _ = build()
@@ -179,7 +207,7 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     good = Contribution(
         "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)}
     )
-    assert METHOD.fold(state, None, good).devices == ("a",)
+    assert METHOD.fold(state, None, good).devices == {"a": 1}
     with pytest.raises(UpdateError, match="answers turn 1"):
         METHOD.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):

@@ -8,58 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from sited import federation
+from sited import METHODS, federation, plan, states
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import methods
 from fedquilt.coordinator import housekeeping, settings, sites
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.core import DeviceView, JobError
-from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.protocol import Outcome
-from fedquilt.tools import demo
 from fedquilt.tools.artefacts.export import export
-from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.site.worker import HALTED
-
-NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
-METHODS = {
-    "fedavg": {},
-    "fedprox": {"mu": 0.1},
-    "fedopt": {"server": "adam"},
-    "fednova": {"epochs": 2, "momentum": 0.9},
-    "scaffold": {},
-    "fedbn": {},
-}
-
-
-def plan(
-    folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
-) -> Plan:
-    """A job on the demo's digits."""
-    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
-    job = settings.parse(
-        {
-            "name": "sited",
-            "method": method,
-            "rounds": rounds,
-            "engine": "numpy",
-            "params": {"lr": 0.2, "batch": 16, "lr_decay": 0.9, **METHODS.get(method, {})},
-            "data": {"path": str(Path(demo.__file__).parent / "digits.npz"), "partition": "dirichlet", "alpha": 1.0},
-            "fleet": {"devices": devices, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["512MB"]},
-            **table,
-        }
-    )
-    return Plan(job, folder / "bundle", folder / "home")
-
-
-def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
-    """The states after every round, by sites of so many boards, or flat."""
-    table = {"cohort": {"start_devices": waits}, **table}
-    with federation(plan(folder, method, **table), split) as made:
-        assert made.play() == "done", made.facts[-1]
-        assert not [fact for fact in made.facts if isinstance(fact, Declined)]
-        return made.states
 
 
 @pytest.mark.parametrize("method", METHODS)

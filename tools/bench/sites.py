@@ -61,7 +61,7 @@ def measure(
         LinkError: the process of the coordinator above has ended.
     """
     runs = {name: _run(name, sites, agents, rounds) for name in methods}
-    offline = _run("fedavg", sites, max(agents // 10, 1), OFFLINE_ROUNDS, work_s=WORK_S)
+    offline = _run("fedavg", sites, agents, OFFLINE_ROUNDS, work_s=WORK_S)
     odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
     figures = {
         **{f"resident_above_with_{name}": figure(each["resident_mb"], MOST_MB, "MB") for name, each in runs.items()},

@@ -2,33 +2,41 @@
 
 Updates of the size of ResNet-50 are added up by `fedquilt.exact`, and by numpy in float64 in place, which is the least
 that a sum takes; then updates of the small network of `bench coordinator`. The same updates are added up backwards and
-in two groups: the bits have to be the same.
+in two groups: the bits have to be the same. Moments of frozen features, which a head is solved from, are added up
+likewise (as AFL does) and merged by their factors (as FedStitch does): what an update and a sum take, and what a board
+costs.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import exact
+from fedquilt import exact, tensors
+from fedquilt.models.stitching import class_moments
 from fedquilt.tools.report.figures import figure, figure_lines
 
 ENTRIES: Final = 24_000_000  # 96 MB in float32
 SMALL: Final = ((64, 16), (16,), (16, 10), (10,))  # shapes of the small network's tensors
 UPDATES: Final = 4
+MOMENTS: Final = ((64, 1280, False), (600, 1280, True))  # examples, features, whether they go in float64
+LABELS: Final = 10
 MOST_BYTES: Final = 16.0  # an entry: twice a float64
 
 
-def measure(entries: int = ENTRIES, updates: int = UPDATES) -> dict[str, Any]:
+def measure(
+    entries: int = ENTRIES, updates: int = UPDATES, moments: Sequence[tuple[int, int, bool]] = MOMENTS
+) -> dict[str, Any]:
     """Measure processor time of an update's sum, bytes of the sum, and whether its bits depend on the order.
 
     Args:
         entries: of the large update.
         updates: number of large updates added up; small ones are 100 times as many.
+        moments: examples of a board, features, and whether they are sent in float64.
     """
     exact_s, total = _seconds(_exact, entries, range(updates))
     plain_s, _ = _seconds(_plain, entries, range(updates))
@@ -42,6 +50,7 @@ def measure(entries: int = ENTRIES, updates: int = UPDATES) -> dict[str, Any]:
         "exact_ns": 1e9 * exact_s / entries,
         "plain_ns": 1e9 * plain_s / entries,
         "small_us": {"exact": _small_us(_exact), "plain": _small_us(_plain)},
+        "moments": [_moments(*each) for each in moments],
         "figures": {
             "bytes_an_entry": figure(sum(limb.nbytes for limb in total.limbs) / entries, MOST_BYTES, "bytes"),
             "orders_and_groups_with_other_bits": figure(float(not same), 0.0, ""),
@@ -56,8 +65,35 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"an update of {4e-6 * result['entries']:.0f} MB: {result['exact_ns']:.1f} ns an entry, "
         f"in plain float64 {result['plain_ns']:.1f} ns",
         f"an update of four small tensors: {small['exact']:.0f} us, in plain float64 {small['plain']:.0f} us",
+        *(
+            f"moments of {each['examples']} examples of {each['features']} features: {each['update_mb']:.2f} MB, "
+            f"summed {each['sum_mb']:.2f}; {each['added_ms']:.1f} ms, merged {each['merged_ms']:.1f}"
+            for each in result["moments"]
+        ),
         *figure_lines(result),
     ]
+
+
+def _moments(examples: int, features: int, exactly: bool) -> dict[str, float]:
+    """Bytes of a board's moments and of their sum, and processor time of a board, added up exactly and merged."""
+    roll, parts = np.random.default_rng(0), []
+    for _ in range(-(-features // examples) + 1):  # so many are merged at once
+        z = np.maximum(roll.normal(size=(examples, features)), 0).astype(np.float32)
+        parts.append(class_moments.part(z, roll.integers(0, LABELS, examples), LABELS))
+    begun, total = time.process_time(), dict[str, exact.Total]()
+    for part in parts:
+        total = class_moments.added(total, part)
+    between = time.process_time()
+    class_moments.merge([], parts)
+    ended = time.process_time()
+    return {
+        "examples": examples,
+        "features": features,
+        "update_mb": len(tensors.encode(class_moments.to_tensors(parts[0], exactly))) / 1e6,
+        "sum_mb": sum(limb.nbytes for each in total.values() for limb in each.limbs) / 1e6,
+        "added_ms": 1e3 * (between - begun) / len(parts),
+        "merged_ms": 1e3 * (ended - between) / len(parts),
+    }
 
 
 def _seconds(add: Callable[[Any, np.ndarray, float], Any], entries: int, updates: range) -> tuple[float, Any]:

@@ -91,6 +91,11 @@ class _Log:
         self.refusals: dict[str, str] = {}  # board -> reason of its refusal, or of its update's
         self._seq = 0
 
+    @property
+    def round(self) -> int:
+        """The round that began last; 0: none has."""
+        return self.last.begins if isinstance(self.last, facts.Started) else self.last.round if self.last else 0
+
     def read(self, store: Store, id: str) -> _Log:
         """Go on to the log's end."""
         for seq, _, fact in store.facts(id, self._seq):
@@ -133,18 +138,28 @@ class SiteWorker:
         self._order: Order | None = None
         self._begun_s = 0.0
         self._asked = False  # whether the store has the round of the order
+        self._left: Order | None = None  # given up just now, while its round goes on
         self._outcome: Outcome | None = None
         self._logs: dict[str, _Log] = {}  # by job
         self._stopping: set[str] = set()  # jobs that this worker has stopped
         self._halting: set[str] = set()  # jobs that somebody else has
 
     def start(self, order: Order, now_s: float) -> None:
-        """Note the order; its round begins as soon as the one before it has been given up."""
-        self._order, self._begun_s, self._asked, self._outcome = order, now_s, False, None
+        """Note the order; its round begins as soon as the one before it has been given up.
+
+        An order of the round that was just given up leaves that as it is, with its deadline: where boards come and go,
+        the site is of another tier, and its task another one.
+        """
+        self._asked = self._left is not None and _round(self._left) == _round(order)
+        self._left = None if self._asked else self._left
+        self._order, self._begun_s, self._outcome = order, now_s, None
 
     def poll(self, now_s: float) -> list[Event]:
         """The outcome, once the round has been committed or has failed."""
         self._halt()
+        if self._left is not None:
+            self._stop(self._left.task.job)
+            self._left = None
         order = self._order
         if order is None:
             return []
@@ -163,13 +178,13 @@ class SiteWorker:
         return [msgspec.structs.replace(outcome, wall_s=now_s - self._begun_s)]
 
     def due_s(self, now_s: float) -> float:
-        """Soon, while there is an order."""
-        return math.inf if self._order is None else now_s + POLL_S
+        """Soon, while there is an order, or a round to stop."""
+        return math.inf if self._order is self._left is None else now_s + POLL_S
 
     def kill(self) -> None:
-        """Stop the round: the coordinator above does not want it any more."""
-        if self._order is not None and self._asked:
-            self._stop(self._order.task.job)
+        """Give the round up, which the next `poll` stops: the coordinator above does not want it any more."""
+        if self._order is not None and self._asked and self._outcome is None:
+            self._left = self._order
         self._order = self._outcome = None
 
     def fds(self) -> Sequence[int]:
@@ -250,6 +265,12 @@ class SiteWorker:
             if isinstance(known.last, facts.Started) and known.last.begins == task.round:
                 self._resume(id)
                 return None
+        if known.last is not None and known.round > task.round:
+            log.warning(
+                "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older "
+                "copy, or has lost its end; the boards work for these rounds again",
+                *(task.round, id, known.round),
+            )
         started = facts.Started(
             store.depot.put(tensors.pack(given)),
             begins=task.round,
@@ -329,6 +350,12 @@ class SiteWorker:
         yield from passed.bundled(
             [Contribution(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]
         )
+
+
+def _round(order: Order) -> tuple[str, int, str, tuple[str, ...]]:
+    """What a round of a site's job is made of: two orders of the same are answered by one round."""
+    task = order.task
+    return task.job, task.round, task.state, task.actions
 
 
 def _write_files(folder: Path, order: Order) -> None:

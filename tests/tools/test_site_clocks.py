@@ -1,0 +1,56 @@
+"""A site and a coordinator above it that know different pasts: an older home, and clocks that are years apart."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from sited import federation, plan, states
+
+from fedquilt.coordinator.facts import Committed, Ended, Rejected
+
+ROUNDS = 5
+
+
+@pytest.mark.parametrize("method", ["fedavg", "robust"])
+def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its copy ends after round 0, where sites and boards have counted round 2: they work for rounds 1 and 2 again."""
+    calm = states(tmp_path / "calm", method, (3, 2), waits=3, rounds=ROUNDS)
+    table = {"rounds": ROUNDS, "cohort": {"start_devices": 3, "deadline_s": 60}}
+    with federation(plan(tmp_path / "sited", method, **table), (3, 2)) as made:
+        assert made.play(lambda: len(made.states) == 1) == "running"
+        copy = made.copy()
+        assert made.play(lambda: len(made.states) == 3) == "running"
+        made.put_back(copy)
+        assert made.play() == "done", made.facts[-1]
+        assert made.states[:3] == calm[:3]
+        assert made.states[3:] == calm[1:]
+        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
+        assert "the coordinator above asks for round 1 of job-1, and round" in caplog.text
+
+
+def test_clocks_that_are_years_apart_change_no_bit(tmp_path: Path) -> None:
+    """Whoever looks at a clock reads another year: the coordinator above, its sites and the boards."""
+    calm = states(tmp_path / "calm", "fedavg", (3, 2), waits=3)
+    real, years = time.time, itertools.cycle([0.0, 9.0, -20.0, 30.0, -3.0])
+    with mock.patch.object(time, "time", side_effect=lambda: real() + next(years) * 365 * 86400):
+        assert states(tmp_path / "apart", "fedavg", (3, 2), waits=3) == calm
+
+
+def test_a_board_that_leaves_does_not_have_the_site_begin_its_round_again(tmp_path: Path) -> None:
+    """It had the largest budget, so the site is of another tier, and its task is another one: of the same round."""
+    fleet = {"devices": 6, "boards": ["jetson-nano"], "budgets": ["512MB", "8GB", "512MB"]}
+    table = {"rounds": 2, "flops": 1e11, "fleet": fleet, "cohort": {"start_devices": 2, "deadline_s": 1500}}
+    with federation(plan(tmp_path, **table), (3, 3)) as made:
+        below = made.below["site-0"]
+        assert made.play(lambda: made.broker.now_s > 600) == "running"
+        made.leaves("jetson-nano-01")
+        assert made.play() == "done"
+        assert [sorted(each) for each in made.answered.values()] == [["site-0", "site-1"]] * 2
+        kinds = [type(fact) for fact in below]
+        assert kinds.index(Ended) > kinds.index(Committed)
