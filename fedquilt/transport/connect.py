@@ -17,6 +17,8 @@ from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import unreachable
 
 ANSWER_S = 5.0  # longest time for one address to answer
+FIRST_S = 0.1  # before the first attempt after a connection: a broker that was restarted is back within a second
+LONGEST_S = 30.0
 STABLE_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
 
 
@@ -88,8 +90,11 @@ def read_ahead(sock: socket.socket) -> bool:
 
 
 def backoff_s(failures: int, roll: float) -> float:
-    """Seconds to wait after `failures` in a row: 0.5 doubling to 30, shortened by up to half at random."""
-    return float(min(30.0, 0.5 * 2 ** min(failures - 1, 10)) * (1.0 - 0.5 * roll))
+    """Seconds to wait after `failures` in a row: FIRST_S doubling to LONGEST_S, shortened by up to half at random.
+
+    So a client comes back after at most twice the time for which the broker was away, and a fleet's spread over half of it.
+    """
+    return float(min(LONGEST_S, FIRST_S * 2 ** min(failures - 1, 20)) * (1.0 - 0.5 * roll))
 
 
 class Retry:
