@@ -92,7 +92,7 @@ def read_ahead(sock: socket.socket) -> bool:
 def backoff_s(failures: int, roll: float) -> float:
     """Seconds to wait after `failures` in a row: FIRST_S doubling to LONGEST_S, shortened by up to half at random.
 
-    So a client comes back after at most twice the time for which the broker was away, and a fleet's spread over half of it.
+    So a client comes back before the broker was away twice as long, and a fleet spreads over half of that time.
     """
     return float(min(LONGEST_S, FIRST_S * 2 ** min(failures - 1, 20)) * (1.0 - 0.5 * roll))
 
