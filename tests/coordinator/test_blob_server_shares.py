@@ -64,10 +64,10 @@ def test_an_address_takes_no_more_than_its_share_with_however_many_boards(
     with ExitStack() as stack:
         for name in "xyz":
             stack.enter_context(asking(site, site.server.grant(name, ref), ref.sha256))
-        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as fourth:
-            with suppress(ConnectionError):  # it was closed with the request unread
-                fourth.sendall(request(site.token, site.ref.sha256))
-                assert fourth.recv(1) == b""
+        fourth = stack.enter_context(socket.create_connection(("127.0.0.1", site.server.port), timeout=30))
+        with suppress(ConnectionError):  # it was closed with the request unread
+            fourth.sendall(request(site.token, site.ref.sha256))
+            assert fourth.recv(1) == b""
         other = socket.create_connection(("127.0.0.1", site.server.port), 30, source_address=("127.0.0.2", 0))
         with other:
             other.sendall(request(site.token, site.ref.sha256))
