@@ -348,7 +348,7 @@ def _persist(reach: Reach, source: Source, attempt: Callable[[Source], None], ga
             if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
                 raise CarrierError(f"{source.origin} cannot be used ({_why(error)})", later=True) from None
             log.debug("%s broke off (%s): it is gone on with", source.origin, _why(error))
-            if misses:
+            if misses > broke:  # one that broke before it brought anything is tried again at once
                 reach.pause(PAUSE_S * 2.0 ** (misses - 1) * (1.0 - 0.5 * random.random()))
 
 
