@@ -35,6 +35,7 @@ SIZE: Final = 45_000_000
 AGENTS: Final = 10
 DOWN_S: Final = 1.0  # for which a broker, or TCP's server, is away
 LIMIT_S: Final = 180.0
+OWN: Final = ("127.0.0.2", 0)
 TRY_S: Final = 0.01  # between TCP's attempts to connect again
 
 
@@ -112,45 +113,41 @@ def _serve_tcp(path: str, loss: float) -> None:
 
     SIGUSR1 makes the server go away for DOWN_S as a killed one does: it hangs up, and refuses connections.
     """
-    lost, socks = [0], set[socket.socket]()
+    lost, socks = [0], list[socket.socket]()
     send = _breaking(loss, lost) if loss else _send_whole
 
     def give(sock: socket.socket) -> None:
         with suppress(OSError), sock, open(path, "rb") as file:
-            start = int.from_bytes(sock.recv(8, socket.MSG_WAITALL))
+            start = int.from_bytes(sock.recv(8, socket.MSG_WAITALL), "big")
             send(sock, file.fileno(), start, SIZE - start)
 
-    def stop(number: int, frame: object) -> None:
-        raise _Stop(number)
+    def take(listener: socket.socket) -> None:
+        with suppress(OSError):  # the listener was shut
+            while True:
+                socks.append(listener.accept()[0])
+                threading.Thread(target=give, args=(socks[-1],), daemon=True).start()
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop)
-    print(json.dumps({"port": address[1]}), flush=True)
-    idle_s = time.process_time()
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # of the threads too
+    address, idle_s = ("127.0.0.1", 0), time.process_time()
     while True:
-        try:
-            socks.add(sock := listener.accept()[0])
-            threading.Thread(target=give, args=(sock,), daemon=True).start()
-        except _Stop as stopped:
-            listener.close()
-            if stopped.number == signal.SIGTERM:
-                break
-            for sock in socks:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            time.sleep(DOWN_S)
-            listener = socket.create_server(address)
+        with socket.create_server(address) as listener:
+            if not address[1]:
+                address = listener.getsockname()
+                print(json.dumps({"port": address[1]}), flush=True)
+            taking = threading.Thread(target=take, args=(listener,))
+            taking.start()
+            number = signal.sigwait(signals)
+            listener.shutdown(socket.SHUT_RDWR)
+            taking.join()
+        if number == signal.SIGTERM:
+            break
+        for sock in socks:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        time.sleep(DOWN_S)
     cpu_s = time.process_time() - idle_s
     print(json.dumps({"base": 0, "peak": 0, "lost": lost[0], "cpu_s": cpu_s}), flush=True)
-
-
-class _Stop(Exception):
-    """Signal to TCP's server."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 def _send_whole(sock: socket.socket, file: int, offset: int, size: int) -> None:
@@ -190,8 +187,9 @@ def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
     buffer, digest, came = memoryview(bytearray(256 * 1024)), hashlib.sha256(), 0
     with open(folder / "part", "wb", buffering=0) as file:
         while came < SIZE:
-            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as sock:
-                sock.sendall(came.to_bytes(8))
+            # from another address: a port that nobody listens at may be given to this side, which is then its own peer
+            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), LIMIT_S, OWN) as sock:
+                sock.sendall(came.to_bytes(8, "big"))
                 while got := sock.recv_into(buffer):
                     digest.update(buffer[:got])
                     file.write(buffer[:got])
