@@ -90,11 +90,12 @@ def read_ahead(sock: socket.socket) -> bool:
 
 
 def backoff_s(failures: int, roll: float) -> float:
-    """Seconds to wait after `failures` in a row: FIRST_S doubling to LONGEST_S, shortened by up to half at random.
+    """Seconds to wait after `failures` in a row: FIRST_S growing to LONGEST_S, shortened by up to half at random.
 
-    So a client comes back before the broker was away twice as long, and a fleet spreads over half of that time.
+    By half each time, so that whatever is drawn a client is back before the broker was away twice as long; the draws
+    spread a fleet.
     """
-    return float(min(LONGEST_S, FIRST_S * 2 ** min(failures - 1, 20)) * (1.0 - 0.5 * roll))
+    return float(min(LONGEST_S, FIRST_S * 1.5 ** min(failures - 1, 20)) * (1.0 - 0.5 * roll))
 
 
 class Retry:
