@@ -5,8 +5,8 @@
     HEAD /blobs/<sha256>   Upload-Offset: where the upload stands
 
 Each transfer has a token of its own, which the board got by the broker; in a fleet with certificates it has to show its
-own besides. A connection has one request, a thread, little time and a place among a bounded number. Errors are
-explained to the board; nothing of a request is logged.
+own besides. A connection has one request, a thread, little time and a place among a bounded number, of which a board
+and an address get a share. Errors are explained to the board; nothing of a request is logged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -30,13 +29,12 @@ from fedquilt.blobs.carriers import Ended, missed
 from fedquilt.blobs.intake import ClosedError, ContentError, Intake
 from fedquilt.blobs.over_http import STALL_S, pour, send_file
 from fedquilt.blobs.store import Depot
+from fedquilt.coordinator.connections import MOST, Connections, Share
 from fedquilt.core import BlobRef, JobError, StoreError
 from fedquilt.transport.handshake import Identity, peer_of
 
 log = logging.getLogger("fedquilt.coordinator.blobs")
 
-CONNECTIONS_MOST: Final = 256
-OF_ONE_MOST: Final = 16  # most connections of one address that have shown no token
 HEADER_S: Final = 5.0  # for the TLS handshake and the request's header together
 HEADER_BYTES: Final = 8 * 1024
 AGAIN_MOST: Final = 4  # most times that a blob is transferred for one grant, resumptions included
@@ -97,7 +95,7 @@ class BlobServer:
         self._grants: dict[str, Grant] = {}  # sha256 of a token -> its grant
         self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
         self._lock = threading.Lock()
-        self._connections: Counter[str] = Counter()  # open ones by address; "": all of them
+        self._connections = Connections()
         self._closed = False
         try:
             self._socket = socket.create_server(
@@ -157,44 +155,38 @@ class BlobServer:
                 time.sleep(0.5)  # too many open files: others have to end first
                 continue
             name = str(address[0])
-            with self._lock:
-                free = self._connections[""] < CONNECTIONS_MOST and self._connections[name] < OF_ONE_MOST
-                if free:
-                    self._connections.update(("", name))
+            shares = [Share("all"), Share("address", name), Share("unknown", name)]
             try:
-                if free:
-                    threading.Thread(target=self._serve, args=(sock, name), name="blob", daemon=True).start()
+                if self._connections.enter(*shares):
+                    threading.Thread(target=self._serve, args=(sock, shares), name="blob", daemon=True).start()
                     continue
             except RuntimeError as error:  # the system has none for it
                 log.warning("blobs: no connection can be taken: %s", error)
-                self._count("", -1)
-                self._count(name, -1)
+                self._connections.leave(*shares)
             sock.close()
 
-    def _serve(self, sock: socket.socket, address: str) -> None:
-        names = ["", address]
+    def _serve(self, sock: socket.socket, shares: list[Share]) -> None:
+        address = shares[-1]
         try:
             with contextlib.closing(_Line(sock, self._identity)) as line:
                 try:
                     request = _read(line)
                     grant = self._granted(request, line.peer)
-                    self._count(names.pop(), -1)  # a board with a token leaves room for others behind the same address
+                    board = Share("board", grant.device)
+                    if not self._connections.enter(board):
+                        raise _Said(503, f"you have {MOST['board']} connections open here: let one end first")
+                    shares.append(board)
+                    shares.remove(address)  # a board with a token leaves room for others behind the same address
+                    self._connections.leave(address)
                     self._answer(line, request, grant)
                 except _Said as said:
                     line.answer(said.status, {}, str(said).encode())
         except OSError as error:  # errors of TLS and time-outs are kinds of OSError
-            log.debug("a connection of %s ended early: %s", address, error)
+            log.debug("a connection of %s ended early: %s", address.name, error)
         except Exception:
-            log.exception("a connection of %s ended", address)
+            log.exception("a connection of %s ended", address.name)
         finally:
-            for name in names:
-                self._count(name, -1)
-
-    def _count(self, name: str, more: int) -> None:
-        with self._lock:
-            self._connections[name] += more
-            if not self._connections[name]:
-                del self._connections[name]
+            self._connections.leave(*shares)
 
     # -- requests --
 

@@ -22,7 +22,8 @@ OVERTAKEN: Final = 3  # arrivals of chunks requested later, after which one coun
 PATIENCE_S: Final = 300.0
 
 _START_WINDOW: Final = 2
-_TIMEOUT_LEAST_S: Final = 2.0
+_TIMEOUT_FIRST_S: Final = 2.0  # before the line's round-trip time is known
+_TIMEOUT_LEAST_S: Final = 0.5  # RFC 6298 asks for 1 s and Linux takes 0.2 s; the last chunk, or a peer that was away
 _TIMEOUT_MOST_S: Final = 30.0
 _BAD_IN_A_ROW: Final = 20
 _CUTS_MOST: Final = 8  # manifests, each of smaller chunks than the one before: all that is here is hashed for each
@@ -77,7 +78,7 @@ class Pull:
     @property
     def timeout_s(self) -> float:
         """Seconds that an answer may take now."""
-        normal_s = max(_TIMEOUT_LEAST_S, 4 * (self._srtt_s or 0.0))
+        normal_s = _TIMEOUT_FIRST_S if self._srtt_s is None else max(_TIMEOUT_LEAST_S, 4 * self._srtt_s)
         return min(normal_s * 2.0 ** min(self.backoff, 10), _TIMEOUT_MOST_S)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import random
 import socket
 import ssl
 import time
@@ -31,7 +32,8 @@ STALL_S: Final = 20.0  # longest time without a byte
 PACE_S: Final = 30.0  # within which PACE_BYTES have to be moved
 PACE_BYTES: Final = 30_000
 PROGRESS_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
-MISSES_MOST: Final = 3  # most connections in a row that break although the host is reached
+MISSES_MOST: Final = 4  # most connections in a row that break although the host was reached
+PAUSE_S: Final = 0.1  # before the next attempt after such a connection; it doubles with each, less up to half at random
 REST_S: Final = 5.0  # pause after a host was not reached; it doubles with each failure
 REST_MOST_S: Final = 3600.0
 _OFFSET: Final = "Upload-Offset"
@@ -73,10 +75,13 @@ class Reach:
     Args:
         identity: shows the coordinator's server who this is, and checks that it is the coordinator's; None: unsigned.
         ca: authority of stores' certificates, beside those of the system.
+        pause: `pause(seconds)` blocks between two attempts.
     """
 
-    def __init__(self, identity: Identity | None = None, ca: Path | None = None) -> None:
-        self._identity, self._ca = identity, ca
+    def __init__(
+        self, identity: Identity | None = None, ca: Path | None = None, pause: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._identity, self._ca, self.pause = identity, ca, pause
         self._rests: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
 
     def rests_until_s(self, source: Source) -> float:
@@ -319,7 +324,7 @@ def _first(
             failures.append(CarrierError(f"{source.origin} was not reached a short while ago", later=True))
             continue
         try:
-            _persist(source, attempt, gained)
+            _persist(reach, source, attempt, gained)
         except CarrierError as error:
             failures.append(error)
             if error.later:
@@ -330,8 +335,8 @@ def _first(
     raise CarrierError("; ".join(map(str, failures)), later=any(each.later for each in failures))
 
 
-def _persist(source: Source, attempt: Callable[[Source], None], gained: Callable[[Source], int]) -> None:
-    """Attempt a place, and again after a connection that brought something has broken."""
+def _persist(reach: Reach, source: Source, attempt: Callable[[Source], None], gained: Callable[[Source], int]) -> None:
+    """Attempt a place, and again after a connection that brought something has broken: at once, or after a pause."""
     misses, begun = 0, gained(source)
     while True:
         before = gained(source)
@@ -343,6 +348,8 @@ def _persist(source: Source, attempt: Callable[[Source], None], gained: Callable
             if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
                 raise CarrierError(f"{source.origin} cannot be used ({_why(error)})", later=True) from None
             log.debug("%s broke off (%s): it is gone on with", source.origin, _why(error))
+            if misses > broke:  # one that broke before it brought anything is tried again at once
+                reach.pause(PAUSE_S * 2.0 ** (misses - 1) * (1.0 - 0.5 * random.random()))
 
 
 def _why(error: Exception) -> str:

@@ -17,6 +17,8 @@ from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import unreachable
 
 ANSWER_S = 5.0  # longest time for one address to answer
+FIRST_S = 0.1  # before the first attempt after a connection: a broker that was restarted is back within a second
+LONGEST_S = 30.0
 STABLE_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
 
 
@@ -88,8 +90,12 @@ def read_ahead(sock: socket.socket) -> bool:
 
 
 def backoff_s(failures: int, roll: float) -> float:
-    """Seconds to wait after `failures` in a row: 0.5 doubling to 30, shortened by up to half at random."""
-    return float(min(30.0, 0.5 * 2 ** min(failures - 1, 10)) * (1.0 - 0.5 * roll))
+    """Seconds to wait after `failures` in a row: FIRST_S growing to LONGEST_S, shortened by up to half at random.
+
+    By half each time, so that whatever is drawn a client is back before the broker was away twice as long; the draws
+    spread a fleet.
+    """
+    return float(min(LONGEST_S, FIRST_S * 1.5 ** min(failures - 1, 20)) * (1.0 - 0.5 * roll))
 
 
 class Retry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import ssl
 import threading
@@ -10,73 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blob_site import CHUNK, PAYLOAD, Site
 from certified import Certified
 from streamed import Pair
 from two_sides import noise
 from waiting import until
 
-from fedquilt import wire
-from fedquilt.blobs.carriers import Ended
-from fedquilt.blobs.intake import ClosedError, Intake
+from fedquilt.blobs.intake import ClosedError
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import blob_server, places
+from fedquilt.coordinator import blob_server, connections, places
 from fedquilt.coordinator.blob_server import BlobServer
+from fedquilt.coordinator.connections import Share
 from fedquilt.coordinator.places import Where
-from fedquilt.core import BlobRef, JobError
+from fedquilt.core import JobError
 from fedquilt.transport.handshake import Identity
-
-CHUNK = 64 * 1024
-PAYLOAD = noise(4 * CHUNK)
-
-
-class Site:
-    def __init__(self, folder: Path) -> None:
-        self.depot = Depot(folder / "c")
-        self.ref = self.depot.put(PAYLOAD)
-        self.refused: set[tuple[str, str]] = set()
-        self.ended: list[Ended] = []
-        self.server = BlobServer(
-            "127.0.0.1",
-            0,
-            self.depot,
-            lambda device, sha256: (device, sha256) not in self.refused,
-            self.ended.append,
-        )
-        self.token = self.server.grant("a", self.ref)
-
-    def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[Intake, str]:
-        """An intake for a blob, and the token to put it."""
-        digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
-        sha256 = hashlib.sha256(payload).hexdigest()
-        manifest = wire.Manifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)
-        intake = Intake(self.depot, manifest, self.depot.resume(manifest), through=True)
-        return intake, self.server.grant("a", intake.ref, intake)
-
-    def ask(self, request: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of the answer; 0 for a connection that ends without one."""
-        with socket.create_connection(("127.0.0.1", self.server.port), timeout=30) as sock:
-            sock.sendall(request.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
-            return answer_of(sock)
-
-    def get(self, token: str | None = None, sha256: str | None = None, more: str = "") -> tuple[int, bytes]:
-        token = self.token if token is None else token
-        head = f"GET /blobs/{sha256 or self.ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}{more}"
-        status, _, body = self.ask(head)
-        return status, body
-
-    def put(self, token: str, ref: BlobRef, range_: str, length: int, body: bytes) -> int:
-        head = f"PUT /blobs/{ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}\nContent-Length: {length}"
-        return self.ask(f"{head}\nContent-Range: bytes {range_}", body)[0]
-
-
-def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    said = b""
-    while data := sock.recv(1 << 16):
-        said += data
-    head, _, body = said.partition(b"\r\n\r\n")
-    rows = head.decode().split("\r\n")
-    headers = dict(row.split(": ", 1) for row in rows[1:])
-    return int(rows[0].split()[1]) if rows[0] else 0, headers, body
 
 
 @pytest.fixture
@@ -232,14 +178,14 @@ def test_a_header_that_comes_byte_by_byte_is_cut_off(site: Site, monkeypatch: py
 
 
 def test_who_takes_all_its_places_leaves_the_others_theirs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blob_server, "OF_ONE_MOST", 2)
+    monkeypatch.setitem(connections.MOST, "unknown", 2)
     idle = [socket.create_connection(("127.0.0.1", site.server.port), timeout=30) for _ in range(2)]
-    until(lambda: site.server._connections["127.0.0.1"] == 2, "both have a place")
+    until(lambda: site.server._connections[Share("unknown", "127.0.0.1")] == 2, "both have a place")
     with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as third:
         assert third.recv(1) == b""
     for sock in idle:
         sock.close()
-    until(lambda: not site.server._connections, "the places are free again")
+    until(lambda: not site.server._connections[Share("all")], "the places are free again")
     assert site.get()[0] == 200
 
 
@@ -268,7 +214,7 @@ def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) ->
 def test_a_board_that_moves_a_blob_leaves_room_for_others_behind_its_address(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob_server, "OF_ONE_MOST", 1)
+    monkeypatch.setitem(connections.MOST, "unknown", 1)
     intake, token = site.upload()
     size = intake.ref.size
     head = f"PUT /blobs/{intake.ref.sha256} HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {size}\r\n"
@@ -282,7 +228,7 @@ def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where a unit's TasksMax is reached; the place that it had taken is free again."""
-    monkeypatch.setattr(blob_server, "CONNECTIONS_MOST", 1)
+    monkeypatch.setitem(connections.MOST, "all", 1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
         with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:

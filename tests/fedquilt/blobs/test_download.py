@@ -168,6 +168,23 @@ def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() ->
     assert pull.backoff == 0
 
 
+def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line() -> None:
+    """Nothing overtakes it, so that only time can show its loss; the same holds for a request that nobody received."""
+    pull = begun()
+    now_s = 0.0
+    while not pull.had[18]:
+        for index in indices(pull.requests(now_s)):
+            if index != 19:
+                pull.take_chunk(index, chunk_of(index), now_s + 0.01)
+        now_s += 0.01
+    assert pull.requests(now_s + 0.4) == []
+    assert pull.due_s <= now_s + 0.5
+    assert indices(pull.requests(pull.due_s)) == [19]
+    pull.reconnected(CHUNK, 5.0)
+    assert indices(pull.requests(5.0)) == [19]
+    assert pull.due_s == 5.5
+
+
 def test_the_time_out_follows_the_line() -> None:
     """A first answer after 3 s: 4 * 3 = 12 s; the next after 1 s: srtt = 3 + (1 - 3) / 8 = 2.75, so 11 s."""
     pull = begun(patience_s=1e6)

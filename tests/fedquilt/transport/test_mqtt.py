@@ -22,7 +22,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import LinkError
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.connect import backoff_s
+from fedquilt.transport.connect import Retry, backoff_s
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.mqtt import MqttLink
 from fedquilt.transport.mqtt_client import payload_limit
@@ -300,10 +300,23 @@ def test_limits_by_protocol_announcement_and_setting() -> None:
     assert payload_limit(5, 100, None) == 0
 
 
-def test_backoff_doubles_from_half_a_second_to_thirty_and_jitter_shortens_it() -> None:
+def test_backoff_grows_from_a_tenth_of_a_second_to_thirty_and_jitter_shortens_it() -> None:
     """By up to half, so that a fleet does not come back at once."""
-    assert [backoff_s(n, 0.0) for n in (1, 2, 3, 7, 1000)] == [0.5, 1.0, 2.0, 30.0, 30.0]
-    assert backoff_s(2, 0.5) == 0.75
+    assert [backoff_s(n, 0.0) for n in (1, 2, 3, 16, 1000)] == pytest.approx([0.1, 0.15, 0.225, 30.0, 30.0])
+    assert backoff_s(2, 0.5) == pytest.approx(0.1125)
+
+
+@pytest.mark.parametrize("away_s", [0.2, 1.0, 5.0, 20.0])
+@pytest.mark.parametrize("quick", range(16))
+def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, away_s: float) -> None:
+    """Attempts are refused until `away_s`. The worst draws: some as short as can be, and then as long."""
+    tries = iter(range(1000))
+    retry, now_s = Retry(lambda: 0.999 if next(tries) < quick else 0.0), 0.0
+    retry.connected(-60.0)
+    now_s += retry.failed(True, now_s)
+    while now_s < away_s:
+        now_s += retry.failed(False, now_s)
+    assert now_s <= 2 * away_s + 0.1
 
 
 # -- waiting --------------------------------------------------------------------------------------

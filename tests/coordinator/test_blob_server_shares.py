@@ -1,0 +1,74 @@
+"""Connections of the coordinator's server of blobs: a board and an address have a share of the places each."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from blob_site import PAYLOAD, Site, answer_of
+from two_sides import noise
+from waiting import until
+
+from fedquilt.coordinator import connections
+from fedquilt.coordinator.connections import Share
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.server.close()
+
+
+def request(token: str, sha256: str) -> bytes:
+    return f"GET /blobs/{sha256} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+
+
+def asking(site: Site, token: str, sha256: str) -> socket.socket:
+    """A connection that asks for a blob and reads nothing of it but the first byte."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", site.server.port))
+    sock.sendall(request(token, sha256))
+    assert sock.recv(1) == b"H"
+    return sock
+
+
+def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: Site) -> None:
+    """Whatever tokens it shows: they are all of one board."""
+    large = [site.depot.put(noise(16_000_000, number)) for number in (1, 2)]
+    tokens = [site.server.grant("greedy", ref) for ref in large]
+    with ExitStack() as stack:
+        for number in range(connections.MOST["board"]):
+            stack.enter_context(asking(site, tokens[number % 2], large[number % 2].sha256))
+        refused = asking(site, tokens[0], large[0].sha256)
+        said = answer_of(refused)[2]
+        refused.close()
+        assert said == b"you have 8 connections open here: let one end first"
+        assert site.get() == (200, PAYLOAD)
+    until(lambda: not site.server._connections[Share("all")], "the places are free again")
+    with asking(site, tokens[0], large[0].sha256) as sock:
+        assert sock.recv(12) == b"TTP/1.1 200 "
+
+
+def test_an_address_takes_no_more_than_its_share_with_however_many_boards(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections that have shown a token count too."""
+    monkeypatch.setitem(connections.MOST, "address", 3)
+    ref = site.depot.put(noise(16_000_000, 1))
+    with ExitStack() as stack:
+        for name in "xyz":
+            stack.enter_context(asking(site, site.server.grant(name, ref), ref.sha256))
+        fourth = stack.enter_context(socket.create_connection(("127.0.0.1", site.server.port), timeout=30))
+        with suppress(ConnectionError):  # it was closed with the request unread
+            fourth.sendall(request(site.token, site.ref.sha256))
+            assert fourth.recv(1) == b""
+        other = socket.create_connection(("127.0.0.1", site.server.port), 30, source_address=("127.0.0.2", 0))
+        with other:
+            other.sendall(request(site.token, site.ref.sha256))
+            assert answer_of(other)[0] == 200
