@@ -16,7 +16,9 @@ import heapq
 import math
 import statistics
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
+from itertools import islice
 
 from fedquilt.core import Profile, derive_seeds
 
@@ -32,8 +34,13 @@ def sample(
     turns: float = math.inf,
 ) -> tuple[str, ...]:
     """Sample up to `count` of the eligible devices, sorted; arguments as of `places`."""
+    count = max(count, 0)
+    if not costs and _late(turns, eligible, count) > round:  # the draws alone decide
+        able = eligible if isinstance(eligible, AbstractSet) else frozenset(eligible)
+        drawn = draws(seed, round, eligible)
+        return tuple(sorted(islice((device for device in drawn if device in able), count)))
     keys = _keys(seed, round, eligible, count, costs, since, turns)
-    return tuple(sorted(device for _, _, device in heapq.nsmallest(max(count, 0), keys)))
+    return tuple(sorted(device for _, _, device in heapq.nsmallest(count, keys)))
 
 
 def places(
@@ -55,10 +62,15 @@ def places(
 
 
 def draws(seed: int, round: int, devices: Collection[str]) -> Mapping[str, int]:
-    """Numbers that at least these devices draw in a round: each is computed once, also before it is needed."""
+    """Numbers that at least these devices draw in a round, the smallest first.
+
+    Each is computed once, and they are sorted once, also before they are needed.
+    """
     known = _drawn(seed, round)
-    new = [device for device in devices if device not in known]
-    known.update(zip(new, derive_seeds(("cohort", seed, round), new), strict=True))
+    if new := [device for device in devices if device not in known]:
+        numbers = [*known.items(), *zip(new, derive_seeds(("cohort", seed, round), new), strict=True)]
+        known.clear()
+        known.update(sorted(numbers, key=lambda each: (each[1], each[0])))
     return known
 
 
@@ -77,7 +89,7 @@ def _keys(
     turns: float,
 ) -> list[tuple[int, float, str]]:
     """Sort keys of the devices: the smallest is selected first; arguments as of `places`."""
-    late = turns * len(eligible) / count if count > 0 else math.inf
+    late = _late(turns, eligible, count)
     middling = statistics.median(costs.values()) if costs else 1.0
     drawn = draws(seed, round, eligible)
     keys: list[tuple[int, float, str]] = [(0, drawn[device], device) for device in eligible]
@@ -90,6 +102,11 @@ def _keys(
         waited = {device: round - since.get(device, round) for device in eligible}
         keys = [(-waited[device] if waited[device] >= late else 0, key, device) for _, key, device in keys]
     return keys
+
+
+def _late(turns: float, eligible: Collection[str], count: int) -> float:
+    """Rounds after which a device that was not asked goes first."""
+    return turns * len(eligible) / count if count > 0 else math.inf
 
 
 def joules_per_flop(profile: Profile | None) -> float | None:

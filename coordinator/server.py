@@ -347,6 +347,7 @@ class Server:
         self._poll_s = -math.inf
 
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
+        serving.drop()
         self._store.set_status(serving.id, status)
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

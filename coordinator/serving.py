@@ -259,7 +259,11 @@ class Serving:
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use; in a large round those of several updates at once."""
         self._discarded |= blobs([update])
-        if len(self._discarded) * TOGETHER >= len(self.job.rounds.answered):
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop what was discarded, unless it is little beside the answers that have to be looked through for it."""
+        if self._discarded and len(self._discarded) * TOGETHER >= len(self.job.rounds.answered):
             self.drop()
 
     def drop(self, spent: AbstractSet[str] = frozenset()) -> None:
@@ -320,8 +324,7 @@ class Serving:
         except Exception as error:
             self.fail(error, now_s)
             return True
-        if fact is not None:
-            self.record(fact, now_s)
+        self._tidy() if fact is None else self.record(fact, now_s)
         return fact is not None
 
     def _waits(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
@@ -384,11 +387,9 @@ class Serving:
             case facts.Closed() | facts.Ended():
                 self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed() if done is not None:
-                spent = job.spent(before)
+                self._discarded |= job.spent(before)  # dropped once the next round's devices have their tasks
                 job.committed(done)
-                had_s = self._had_s(now_s)
-                self._rounds_s = (had_s - self._rounds_s[1], had_s)
-                self.drop(spent)
+                self._rounds_s = ((had_s := self._had_s(now_s)) - self._rounds_s[1], had_s)
         if isinstance(fact, facts.Committed | facts.Ended):
             self._desk.store.snapshots.keep(job.id, job.standing)
         self.tell()

@@ -72,8 +72,8 @@ def _gradient(
         ModelError: the examples do not fit the network.
     """
     network = calls[0].network
-    x = np.concatenate([call.examples.x[some] for call, some in zip(calls, rows, strict=True)])
-    y = np.concatenate([call.examples.y[some] for call, some in zip(calls, rows, strict=True)])
+    x = _gathered([call.examples.x for call in calls], rows)
+    y = _gathered([call.examples.y for call in calls], rows)
     ready = training.features(x, network).reshape(len(calls), len(rows[0]), -1)
     if ready.shape[2] != network["inputs"]:
         raise ModelError(f"examples hold {ready.shape[2]} values each")
@@ -82,3 +82,11 @@ def _gradient(
     each, back = objectives.losses(metrics.task_of(network), scores.reshape(len(x), -1), y)
     numpy_engine.backward(model, values, back.reshape(scores.shape), count, gradient)
     return np.asarray(each.reshape(len(calls), -1).sum(axis=1).astype(np.float64) / count)
+
+
+def _gathered(arrays: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> np.ndarray:
+    """These rows of each array, one array's behind the other's. The arrays are alike, and so many rows of each."""
+    found = np.empty((len(arrays), len(rows[0]), *arrays[0].shape[1:]), arrays[0].dtype)
+    for place, array, some in zip(found, arrays, rows, strict=True):
+        array.take(some, axis=0, out=place, mode="clip")  # of rows that there are; numpy is slower if it checks
+    return found.reshape(-1, *arrays[0].shape[1:])

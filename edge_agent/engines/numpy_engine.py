@@ -149,8 +149,9 @@ class Descent:
     def __init__(self, mlp: Mlp, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct
         self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
-        self._first = {name: np.zeros_like(array) for name, array in model.items()}  # momentum, or Adam's mean
-        self._second = {name: np.zeros_like(array) for name, array in model.items()} if fit.optimizer == "adam" else {}
+        adam = fit.optimizer == "adam"
+        self._first = _zeros(model) if adam or fit.momentum else {}  # momentum, or Adam's mean
+        self._second = _zeros(model) if adam else {}
         self._steps = 0
         training.require_anchors(hooks.anchors, mlp.shapes)
         anchors: dict[str, Tensors] = {}
@@ -189,6 +190,10 @@ class Descent:
         mean = self._first[name] / np.float32(1 - first**self._steps)
         root = np.sqrt(self._second[name]) / np.float32(math.sqrt(1 - second**self._steps))
         return mean / (root + np.float32(EPSILON))
+
+
+def _zeros(model: Tensors) -> dict[str, np.ndarray]:
+    return {name: np.zeros_like(array) for name, array in model.items()}
 
 
 def _require_able(hooks: Hooks) -> None:

@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fedquilt.core import OperatingPoint, Work
+from fedquilt.core.latest import latest
 from fedquilt.edge_agent.power.learned import Learned, Seen, estimates, taught
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
@@ -110,6 +111,7 @@ def forecasts(
     return sorted(found, key=lambda each: each.seconds)
 
 
+@latest
 def choose(
     rule: Rule,
     points: Sequence[OperatingPoint],

@@ -33,6 +33,7 @@ from msgspec.structs import replace
 
 from fedquilt import cost_model
 from fedquilt.core import Amount, Count, Label, OperatingPoint, Wired, Work
+from fedquilt.core.latest import latest
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")
 TIME: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
@@ -119,6 +120,7 @@ def estimates(learned: Learned, points: Sequence[OperatingPoint], work: Work) ->
     return found
 
 
+@latest
 def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
     """What is known after one more stretch. Values that cannot be true teach nothing.
 
@@ -185,6 +187,7 @@ def clocks_of(point: OperatingPoint) -> dict[str, float]:
     return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
 
 
+@latest
 def highest(points: Sequence[OperatingPoint]) -> dict[str, float]:
     """Highest clock of the points by axis, in hertz."""
     known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}

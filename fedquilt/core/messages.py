@@ -7,6 +7,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fedquilt.core.latest import latest
+
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
 
@@ -70,6 +72,7 @@ class Work(Wired, frozen=True, omit_defaults=True):
     peak_bytes: Count = 0  # least memory beyond an idle engine's; 0: not predicted
     workload: Label = ""  # which of a point's `rates` apply, "torch-conv"; "": the point's own numbers
 
+    @latest
     def on(self, examples: int) -> Work:
         """The same work on a device with `examples` examples of its own: all counts are then totals."""
         examples = min(examples, self.examples or examples)

@@ -97,3 +97,11 @@ def test_lots_that_are_drawn_before_they_are_needed_are_the_same() -> None:
     drawn = draws(11, 4, FLEET)
     assert drawn == {device: derive_seed("cohort", 11, 4, device) for device in FLEET}
     assert sample(11, 4, FLEET, 5) == tuple(sorted(sorted(FLEET, key=drawn.__getitem__)[:5]))
+
+
+def test_who_is_sampled_comes_first_in_the_order_of_selection() -> None:
+    """Without waiting or costs, a sample is the head of `places`: also once newcomers have drawn their numbers."""
+    few = [f"late-{i}" for i in range(0, 30, 2)]
+    for fleet in (few, [*few, *(f"late-{i}" for i in range(1, 30, 2))], few):
+        assert sample(11, 3, set(fleet), 7) == tuple(sorted(places(11, 3, fleet, 7)[:7]))
+        assert sorted(draws(11, 3, fleet).values()) == list(draws(11, 3, fleet).values())

@@ -1,0 +1,41 @@
+"""A pure function's latest result stands for equal arguments alone."""
+
+from fedquilt.core import Work
+from fedquilt.core.latest import latest
+
+
+def test_equal_arguments_are_computed_once_and_others_anew() -> None:
+    """Only the latest call is known; positions, names and values all count."""
+    calls: list[tuple[int, int]] = []
+
+    @latest
+    def added(one: int, other: int = 0) -> list[int]:
+        calls.append((one, other))
+        return [one + other]
+
+    assert [added(1, 2), added(1, 2), added(1, other=2), added(2, 2), added(1, 2)] == [[3], [3], [3], [4], [3]]
+    assert calls == [(1, 2), (1, 2), (2, 2), (1, 2)]
+
+
+def test_an_error_is_no_result() -> None:
+    """What has failed is tried again."""
+    outcomes = iter([None, 5])
+
+    @latest
+    def taken(key: str) -> int:
+        if (found := next(outcomes)) is None:
+            raise ValueError(key)
+        return found
+
+    for wanted in ("failed", 5, 5):
+        try:
+            assert taken("a") == wanted
+        except ValueError:
+            assert wanted == "failed"
+
+
+def test_work_of_other_examples_or_of_other_work_is_not_taken_for_the_last() -> None:
+    """Ten and twenty examples of two kinds, asked for in turn."""
+    one, other = Work(flops_per_example=2.0), Work(flops_per_example=3.0)
+    asked = [work.on(examples).flops for work in (one, other) for examples in (10, 20, 20)]
+    assert asked == [20.0, 40.0, 40.0, 30.0, 60.0, 60.0]
