@@ -43,9 +43,11 @@ from fedquilt import config
 from fedquilt.coordinator import rounds, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Rounds
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_rows import served
 from fedquilt.tools.simulation import agents as fleet
 
 DEVICES = 3
+ONLOOKER = str(Path(__file__).with_name("onlookers.py"))
 KINDS = ("coordinator", "agent", "task", "broker")
 LIMIT_S = 600.0  # without a new fact
 TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
@@ -102,12 +104,24 @@ class Campaign:
         roll: draws who dies, and when.
         kills: at most.
         rounds: of the job.
+        kinds: of processes that are killed.
+        onlookers: number of processes that look at the coordinator's home meanwhile, and are never killed.
     """
 
-    def __init__(self, folder: Path, case: str, roll: random.Random, kills: int, rounds: int = 6) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        case: str,
+        roll: random.Random,
+        kills: int,
+        rounds: int = 6,
+        kinds: Sequence[str] = KINDS,
+        onlookers: int = 0,
+    ) -> None:
         network, table = CASES[case]
         self.folder, self.killed = folder, Counter[str]()
-        self._roll, self._kills = roll, kills
+        self._roll, self._kills, self._kinds = roll, kills, kinds
+        self._onlookers = [f"onlooker-{number}" for number in range(onlookers)]
         self._next: list[str] = []  # kinds to kill: each once, before any of them again
         self._home = folder / "runs"
         self._log = folder / "all.log"
@@ -160,6 +174,9 @@ class Campaign:
         moments = Moments(self._roll, moved_s)
         while not isinstance((found := self.facts() or [None])[-1], Ended):
             now_s = time.monotonic()
+            if found != [None] and not seen:
+                self._look_on(processes)
+            self._require_alive(processes)
             if len(found) != seen:
                 seen, moved_s = len(found), now_s
             if now_s > moved_s + LIMIT_S:
@@ -177,11 +194,20 @@ class Campaign:
         if "damaged" in (said := self._log.read_text(errors="replace")):
             raise LostError(f"something is called damaged, and nothing is: {said[-3000:]}")
 
+    def _look_on(self, processes: Processes) -> None:
+        for name in self._onlookers:
+            processes.python(name, self._log, ONLOOKER, str(self._home), "kills", str(self._roll.random()))
+
+    def _require_alive(self, processes: Processes) -> None:
+        for name, process in processes.running.items():
+            if code := process.poll():
+                raise LostError(f"{name} has ended by itself, with {code}: {self._words()}")
+
     def _kill(
         self, processes: Processes, broker: Mosquitto, commands: Mapping[str, Sequence[str]], found: Sequence[Any]
     ) -> bool:
         """Kill one of the kind whose turn it is, and start it again; False: there is none just now."""
-        self._next = self._next or self._roll.sample(KINDS, len(KINDS))
+        self._next = self._next or self._roll.sample(self._kinds, len(self._kinds))
         kind = self._next[-1]
         device = self._roll.choice(sorted(commands.keys() - {"coordinator"}))
         if kind == "broker":
@@ -202,6 +228,8 @@ class Campaign:
             name = device if kind == "agent" else kind
             processes.kill(name)
             processes.start(name, self._log, *commands[name])
+            while kind == "coordinator" and not served(self._home) and processes.running[name].poll() is None:
+                time.sleep(POLL_S)  # a look at its home would take up the log that it is to find there
         self.killed[self._next.pop()] += 1
         return True
 

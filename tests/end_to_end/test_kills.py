@@ -23,6 +23,15 @@ def test_some_kills_change_no_bit_and_lose_no_update(mosquitto: Callable[..., An
     assert killed.keys() == set(kills.KINDS)
 
 
+def test_a_coordinator_dies_while_others_look_at_its_home(mosquitto: Callable[..., Any], tmp_path: Path) -> None:
+    """They list, explain, check and save it all the time, and find it as a killed process has left it."""
+    folder = tmp_path / "campaign"
+    folder.mkdir()
+    roll, kinds = random.Random(2), ("coordinator",)
+    killed = kills.Campaign(folder, "fedprox", roll, KILLS, rounds=ROUNDS, kinds=kinds, onlookers=2).play()
+    assert killed == {"coordinator": KILLS}
+
+
 @pytest.mark.parametrize("between_s", [0.02, 0.2, 2.0, 20.0])
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_come_after_as_many_facts_on_a_slow_machine_as_on_a_fast_one(between_s: float, seed: int) -> None:
