@@ -3,10 +3,11 @@
     python tests/kills.py --kills 200
     python tests/kills.py --kills 40 --seed 3 --case scaffold
 
-A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, and one after the
-other dies by SIGKILL: which one, and after how many more facts of its job, is drawn from the seed. A job has the
-default cohort settings, but that it waits for all three boards before its first round. Jobs follow each other until
-there were enough kills. Afterwards, for each:
+A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, beside two that
+list, explain, check and save the coordinator's home (`onlookers.py`). One after the other dies by SIGKILL: which one,
+and after how many more facts of its job, is drawn from the seed. None may end otherwise. A job has the default cohort
+settings, but that it waits for all three boards before its first round. Jobs follow each other until there were enough
+kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
@@ -49,6 +50,7 @@ from fedquilt.tools.simulation import agents as fleet
 DEVICES = 3
 ONLOOKER = str(Path(__file__).with_name("onlookers.py"))
 KINDS = ("coordinator", "agent", "task", "broker")
+ONLOOKERS = 2  # of a job of the command line
 LIMIT_S = 600.0  # without a new fact
 TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
 FACTS = 4  # of a job's log that come at most between two kills
@@ -105,7 +107,7 @@ class Campaign:
         kills: at most.
         rounds: of the job.
         kinds: of processes that are killed.
-        onlookers: number of processes that look at the coordinator's home meanwhile, and are never killed.
+        onlookers: number of processes that look at the coordinator's home meanwhile.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Campaign:
         network, table = CASES[case]
         self.folder, self.killed = folder, Counter[str]()
         self._roll, self._kills, self._kinds = roll, kills, kinds
-        self._onlookers = [f"onlooker-{number}" for number in range(onlookers)]
+        self._onlookers = [f"onlooker-{number}" for number in range(onlookers)]  # from the first fact on
         self._next: list[str] = []  # kinds to kill: each once, before any of them again
         self._home = folder / "runs"
         self._log = folder / "all.log"
@@ -174,8 +176,9 @@ class Campaign:
         moments = Moments(self._roll, moved_s)
         while not isinstance((found := self.facts() or [None])[-1], Ended):
             now_s = time.monotonic()
-            if found != [None] and not seen:
-                self._look_on(processes)
+            for name in self._onlookers if found != [None] else ():
+                if name not in processes.running:
+                    self._look_on(processes, name)
             self._require_alive(processes)
             if len(found) != seen:
                 seen, moved_s = len(found), now_s
@@ -194,9 +197,8 @@ class Campaign:
         if "damaged" in (said := self._log.read_text(errors="replace")):
             raise LostError(f"something is called damaged, and nothing is: {said[-3000:]}")
 
-    def _look_on(self, processes: Processes) -> None:
-        for name in self._onlookers:
-            processes.python(name, self._log, ONLOOKER, str(self._home), "kills", str(self._roll.random()))
+    def _look_on(self, processes: Processes, name: str) -> None:
+        processes.python(name, self._log, ONLOOKER, str(self._home), "kills", str(self._roll.random()))
 
     def _require_alive(self, processes: Processes) -> None:
         for name, process in processes.running.items():
@@ -224,6 +226,10 @@ class Campaign:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(tasks[device], signal.SIGKILL)
             self._tasks[device, round] += 1
+        elif kind == "onlooker":
+            name = self._roll.choice(self._onlookers)
+            processes.kill(name)
+            self._look_on(processes, name)
         else:
             name = device if kind == "agent" else kind
             processes.kill(name)
@@ -327,7 +333,8 @@ def main(words: Sequence[str] | None = None) -> int:
         case = options.case or list(CASES)[jobs % len(CASES)]
         jobs += 1
         with _folder() as folder:
-            campaign = Campaign(folder, case, roll, options.kills - killed.total())
+            kinds = (*KINDS, "onlooker")
+            campaign = Campaign(folder, case, roll, options.kills - killed.total(), kinds=kinds, onlookers=ONLOOKERS)
             try:
                 killed += campaign.play()
             except LostError as error:

@@ -21,6 +21,7 @@ from fedquilt.cli import main
 from fedquilt.tools.doctor import coordinator
 
 PAUSE_S: Final = 2.0  # at most; a coordinator that was killed is often back before the next command
+LOOKED: Final = "an onlooker is content:"
 FAILED: Final = "an onlooker failed:"
 DISK: Final = "FQ505"  # the finding of a disk with little room
 
@@ -53,6 +54,7 @@ def watch(home: Path, run: str, roll: random.Random) -> str:
     """Look until a command fails; returns what it said."""
     number = roll.randrange(100)
     while not (failed := look(home, run, number)):
+        print(LOOKED, number, flush=True)
         number += 1
         time.sleep(roll.uniform(0.0, PAUSE_S))
     return failed
