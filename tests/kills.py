@@ -196,6 +196,8 @@ class Campaign:
             raise LostError(f"the coordinator failed: {self._words()}")
         if "damaged" in (said := self._log.read_text(errors="replace")):
             raise LostError(f"something is called damaged, and nothing is: {said[-3000:]}")
+        if found := sorted(path.name for path in self._home.glob("*.damaged")):  # by whoever looked, this process too
+            raise LostError(f"there is {', '.join(found)}, and nothing is damaged")
 
     def _look_on(self, processes: Processes, name: str) -> None:
         processes.python(name, self._log, ONLOOKER, str(self._home), "kills", str(self._roll.random()))
