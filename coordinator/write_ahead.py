@@ -41,9 +41,9 @@ class Log(NamedTuple):
 
     def _damaged(self, disk: Disk, taken: int) -> bool:
         """Whether a frame that SQLite has not taken up has another checksum than its content, or so has the head."""
-        magic, _, page, _, salts, sums = _HEAD.unpack(self.head)
-        order, size = ">" if magic & 1 else "<", _size(page)
-        if not taken and _checksum(self.head[:24], bytes(8), order) != sums:
+        _, _, page, _, salts, sums = _HEAD.unpack(self.head)
+        order, size = _order(self.head), _size(page)
+        if not taken and not _whole(self.head):
             return True
         seed = sums if not taken else disk.read(self.path, _HEAD.size + (taken - 1) * size + 16, 8)
         for number in range(taken, self.committed):
@@ -69,6 +69,14 @@ class Log(NamedTuple):
                 "devices say what they know beyond what is left",
                 *(self.path, lost, aside),
             )
+
+
+def _order(head: bytes) -> str:
+    return ">" if head[3] & 1 else "<"
+
+
+def _whole(head: bytes) -> bool:
+    return _checksum(head[:24], bytes(8), _order(head)) == head[24:]
 
 
 def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
@@ -103,8 +111,12 @@ def _found(disk: Disk, path: Path) -> Log:
     _, _, page, _, salts, _ = _HEAD.unpack(head)
     size = _size(page)
     frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
-    first = frames[0][2] if frames else salts
-    halves = first[:4] == salts[:4] or first[4:] == salts[4:]  # one may be damaged; a log that begins anew changes both
-    ours = {salts, first} if halves else {salts}
+    ours = {salts}
+    for _, _, first, _ in frames[:1]:
+        # A log that begins anew has its new head before its first frame: both words of salt are others than those of
+        # the frames that it still has of the log before it. Where one word is the same, or the head is not whole, it
+        # is damaged.
+        if first[:4] == salts[:4] or first[4:] == salts[4:] or not _whole(head):
+            ours.add(first)
     commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]
     return Log(path, head, max(commits, default=0))

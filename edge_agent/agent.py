@@ -188,7 +188,7 @@ class Agent:
                 self._task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
-                self._settle(Acked((ack.job, ack.round), ack.accepted, ack.epoch), ack.reason, now_s)
+                self._settle(Acked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s)
             elif not self.releases.handle(route.leaf, message.payload, now_s):
                 self._transfers.handle(route, message.payload, now_s)
         except WireError as error:
@@ -335,7 +335,7 @@ class Agent:
     def offer(self, update: Update, now_s: float) -> None:
         """Offer an update; one whose blobs are lost from disk has to be worked for again."""
         if not all(self.local.depot.has(ref) for ref in update.bundles.values()):
-            gone = Acked((update.job, update.round), False, update.epoch)
+            gone = Acked((update.job, update.round), False, update.epoch, update.attempt)
             return self._settle(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
             self.publish("update", update)

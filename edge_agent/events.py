@@ -72,6 +72,7 @@ class Acked(msgspec.Struct, frozen=True):
     key: Key
     accepted: bool
     epoch: int = 0  # start of the coordinator that answered
+    attempt: int = 0  # at the round, of the update that it answered
 
 
 class Tick(msgspec.Struct, frozen=True):

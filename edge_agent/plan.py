@@ -313,6 +313,8 @@ def _acked(state: State, event: Acked, now_s: float) -> Step:
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:
         return state, ()  # of an earlier coordinator, to an earlier update of this round
+    if offer is not None and not event.accepted and event.attempt != offer.update.attempt:
+        return state, ()  # it was asked for again since, and may be counted by what was offered then
     counted = dict(state.counted)
     if event.accepted:
         before = counted.pop(job, Counted(-1))  # popped, so that the latest job is last

@@ -3,10 +3,11 @@
     python tests/kills.py --kills 200
     python tests/kills.py --kills 40 --seed 3 --case scaffold
 
-A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, and one after the
-other dies by SIGKILL: which one, and after how many more facts of its job, is drawn from the seed. A job has the
-default cohort settings, but that it waits for all three boards before its first round. Jobs follow each other until
-there were enough kills. Afterwards, for each:
+A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, beside two that
+list, explain, check and save the coordinator's home (`onlookers.py`). One after the other dies by SIGKILL: which one,
+and after how many more facts of its job, is drawn from the seed. None may end otherwise. A job has the default cohort
+settings, but that it waits for all three boards before its first round. Jobs follow each other until there were enough
+kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
@@ -43,10 +44,13 @@ from fedquilt import config
 from fedquilt.coordinator import rounds, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Rounds
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store_rows import served
 from fedquilt.tools.simulation import agents as fleet
 
 DEVICES = 3
+ONLOOKER = str(Path(__file__).with_name("onlookers.py"))
 KINDS = ("coordinator", "agent", "task", "broker")
+ONLOOKERS = 2  # of a job of the command line
 LIMIT_S = 600.0  # without a new fact
 TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
 FACTS = 4  # of a job's log that come at most between two kills
@@ -102,12 +106,24 @@ class Campaign:
         roll: draws who dies, and when.
         kills: at most.
         rounds: of the job.
+        kinds: of processes that are killed.
+        onlookers: number of processes that look at the coordinator's home meanwhile.
     """
 
-    def __init__(self, folder: Path, case: str, roll: random.Random, kills: int, rounds: int = 6) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        case: str,
+        roll: random.Random,
+        kills: int,
+        rounds: int = 6,
+        kinds: Sequence[str] = KINDS,
+        onlookers: int = 0,
+    ) -> None:
         network, table = CASES[case]
         self.folder, self.killed = folder, Counter[str]()
-        self._roll, self._kills = roll, kills
+        self._roll, self._kills, self._kinds = roll, kills, kinds
+        self._onlookers = [f"onlooker-{number}" for number in range(onlookers)]  # from the first fact on
         self._next: list[str] = []  # kinds to kill: each once, before any of them again
         self._home = folder / "runs"
         self._log = folder / "all.log"
@@ -160,6 +176,10 @@ class Campaign:
         moments = Moments(self._roll, moved_s)
         while not isinstance((found := self.facts() or [None])[-1], Ended):
             now_s = time.monotonic()
+            for name in self._onlookers if found != [None] else ():
+                if name not in processes.running:
+                    self._look_on(processes, name)
+            self._require_alive(processes)
             if len(found) != seen:
                 seen, moved_s = len(found), now_s
             if now_s > moved_s + LIMIT_S:
@@ -176,12 +196,22 @@ class Campaign:
             raise LostError(f"the coordinator failed: {self._words()}")
         if "damaged" in (said := self._log.read_text(errors="replace")):
             raise LostError(f"something is called damaged, and nothing is: {said[-3000:]}")
+        if found := sorted(path.name for path in self._home.glob("*.damaged")):  # by whoever looked, this process too
+            raise LostError(f"there is {', '.join(found)}, and nothing is damaged")
+
+    def _look_on(self, processes: Processes, name: str) -> None:
+        processes.python(name, self._log, ONLOOKER, str(self._home), "kills", str(self._roll.random()))
+
+    def _require_alive(self, processes: Processes) -> None:
+        for name, process in processes.running.items():
+            if code := process.poll():
+                raise LostError(f"{name} has ended by itself, with {code}: {self._words()}")
 
     def _kill(
         self, processes: Processes, broker: Mosquitto, commands: Mapping[str, Sequence[str]], found: Sequence[Any]
     ) -> bool:
         """Kill one of the kind whose turn it is, and start it again; False: there is none just now."""
-        self._next = self._next or self._roll.sample(KINDS, len(KINDS))
+        self._next = self._next or self._roll.sample(self._kinds, len(self._kinds))
         kind = self._next[-1]
         device = self._roll.choice(sorted(commands.keys() - {"coordinator"}))
         if kind == "broker":
@@ -198,10 +228,16 @@ class Campaign:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(tasks[device], signal.SIGKILL)
             self._tasks[device, round] += 1
+        elif kind == "onlooker":
+            name = self._roll.choice(self._onlookers)
+            processes.kill(name)
+            self._look_on(processes, name)
         else:
             name = device if kind == "agent" else kind
             processes.kill(name)
             processes.start(name, self._log, *commands[name])
+            while kind == "coordinator" and not served(self._home) and processes.running[name].poll() is None:
+                time.sleep(POLL_S)  # a look at its home would take up the log that it is to find there
         self.killed[self._next.pop()] += 1
         return True
 
@@ -300,7 +336,8 @@ def main(words: Sequence[str] | None = None) -> int:
         case = options.case or list(CASES)[jobs % len(CASES)]
         jobs += 1
         with _folder() as folder:
-            campaign = Campaign(folder, case, roll, options.kills - killed.total())
+            kinds = (*KINDS, "onlooker")
+            campaign = Campaign(folder, case, roll, options.kills - killed.total(), kinds=kinds, onlookers=ONLOOKERS)
             try:
                 killed += campaign.play()
             except LostError as error:

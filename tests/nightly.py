@@ -119,7 +119,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         ),
         Stage(
             "kills",
-            f"{KILLS} times SIGKILL to a coordinator, agents, their tasks' processes or Mosquitto: no bit changes",
+            f"{KILLS} times SIGKILL to a coordinator, agents, tasks' processes, Mosquitto or onlookers: no bit changes",
             ((python, "tests/kills.py", "--kills", KILLS),),
             without,
         ),

@@ -37,10 +37,11 @@ class Processes:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, log: Path, *command: str) -> None:
+        self.python(name, log, "-m", "fedquilt.cli", *command)
+
+    def python(self, name: str, log: Path, *words: str) -> None:
         with log.open("ab") as out:
-            self.running[name] = subprocess.Popen(
-                [sys.executable, "-m", "fedquilt.cli", *command], stdout=out, stderr=subprocess.STDOUT
-            )
+            self.running[name] = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)
 
     def kill(self, name: str) -> None:
         self.running[name].send_signal(signal.SIGKILL)

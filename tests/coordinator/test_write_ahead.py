@@ -101,19 +101,41 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> 
     assert found.lost(REAL, taken) == found.committed - taken
 
 
-def test_a_log_that_begins_anew_has_lost_nothing(tmp_path: Path) -> None:
-    """Its head is written, and waits for the disk; what follows is of the log before, which SQLite has taken up."""
-    home, path = tmp_path / "home", tmp_path / "beginning" / "fedquilt.db"
-    with Store(home) as writer:
+def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite waits for the disk between the two, and may be killed meanwhile; what is behind lies in the database."""
+    home, log = tmp_path / "home", tmp_path / "home" / "fedquilt.db-wal"
+    with Store(tmp_path / "first") as writer:
         run = writer.add(JOB, tmp_path)
-        shutil.copytree(home, path.parent)
-        writer._db.execute("pragma wal_checkpoint(restart)")
+        writer._db.execute("pragma wal_checkpoint(passive)")
+        shutil.copytree(tmp_path / "first", home)
         writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
-        head = (home / "fedquilt.db-wal").read_bytes()[:32]
-    log = path.with_name("fedquilt.db-wal")
-    assert write_ahead.look(REAL, path).committed > 0
-    log.write_bytes(head + log.read_bytes()[32:])
-    assert write_ahead.look(REAL, path).committed == 0
+        head = (tmp_path / "first" / "fedquilt.db-wal").read_bytes()[:32]
+    before = log.read_bytes()
+    assert head[:16] == before[:12] + head[12:16]
+    assert head[16:24] != before[16:24]
+    log.write_bytes(head + before[32:])
+    (home / "fedquilt.db-shm").unlink()
+    assert write_ahead.look(REAL, home / "fedquilt.db").committed == 0
+    with Store(home) as store:
+        assert [row.id for row in store.jobs()] == [run]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("at", [16, 20])
+def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path: Path, at: int) -> None:
+    """One bit of either word, where nothing else in the log has it right."""
+    home, _ = killed(tmp_path)
+    log = home / "fedquilt.db-wal"
+    page = int.from_bytes(log.read_bytes()[8:12], "big")
+    payload = bytearray(log.read_bytes()[: 32 + 24 + page])
+    payload[32 + 4 : 32 + 8] = (1).to_bytes(4, "big")  # a commit
+    payload[32 + 8 + at - 16] ^= 1
+    log.write_bytes(payload)
+    found = write_ahead.look(REAL, home / "fedquilt.db")
+    assert found.committed == 1
+    assert found.lost(REAL, 0) == 1
 
 
 def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) -> None:

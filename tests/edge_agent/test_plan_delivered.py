@@ -114,6 +114,16 @@ def test_a_refused_update_is_gone_but_its_task_may_be_asked_again() -> None:
     assert Begin(task()) in advance(state, Arrived(task()), 2.0)[1]
 
 
+def test_a_refusal_of_an_earlier_attempt_leaves_what_was_offered_for_a_later_one() -> None:
+    """It was offered before its task came again; the coordinator may count the later offer."""
+    state, actions = advance(done(), Arrived(task(attempt=3)), 1.0)
+    assert actions == (Send(update(attempt=3)),)
+    assert advance(state, Acked(("j-1", 0), False, attempt=0), 2.0) == (state, ())
+    refused, _ = advance(state, Acked(("j-1", 0), False, attempt=3), 2.0)
+    counted, _ = advance(state, Acked(("j-1", 0), True, attempt=0), 2.0)
+    assert (dict(refused.outbox), dict(counted.outbox)) == ({}, {})
+
+
 def test_what_was_counted_is_remembered_for_the_latest_jobs() -> None:
     """A bounded memory: the job longest without a contribution is forgotten."""
     state = State(MEANS)

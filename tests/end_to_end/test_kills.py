@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kills
+import onlookers
 import pytest
 
 ROUNDS = 10
@@ -21,6 +22,16 @@ def test_some_kills_change_no_bit_and_lose_no_update(mosquitto: Callable[..., An
     killed = kills.Campaign(folder, "ditto", random.Random(1), KILLS, rounds=ROUNDS).play()
     assert killed.total() == KILLS
     assert killed.keys() == set(kills.KINDS)
+
+
+def test_a_coordinator_dies_while_others_look_at_its_home(mosquitto: Callable[..., Any], tmp_path: Path) -> None:
+    """They list, explain, check and save it all the time, and find it as a killed process has left it."""
+    folder = tmp_path / "campaign"
+    folder.mkdir()
+    roll, kinds = random.Random(2), ("coordinator", "coordinator", "onlooker")
+    killed = kills.Campaign(folder, "fedprox", roll, 6, rounds=ROUNDS, kinds=kinds, onlookers=2).play()
+    assert killed == {"coordinator": 4, "onlooker": 2}
+    assert (folder / "all.log").read_text().count(onlookers.LOOKED) >= 3
 
 
 @pytest.mark.parametrize("between_s", [0.02, 0.2, 2.0, 20.0])

@@ -16,6 +16,7 @@ from fedquilt.coordinator import admission
 from fedquilt.coordinator.facts import AnyFact, Committed, Rounds
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.outgoing import Issues
 from fedquilt.coordinator.serving import Serving
 from fedquilt.core import BlobRef
 from fedquilt.disk import Place
@@ -139,6 +140,21 @@ def an_acknowledgement_before_the_record(patch: Patch) -> None:
     patch.setattr(Serving, "_act", lambda self, action, now_s: self.do(action, now_s))
 
 
+def a_task_that_stays_due(patch: Patch) -> None:
+    """A task that nobody sends again is due until somebody does."""
+    plain = Issues.due
+
+    def due(self: Issues, now_s: float) -> list[str]:
+        sent = {device: issue.sent_s for device, issue in self._open.items()}
+        found = plain(self, now_s)
+        for device in found:
+            self._open[device].sent_s = sent[device]
+            self._list(device, self._open[device].due_s)
+        return found
+
+    patch.setattr(Issues, "due", due)
+
+
 PLANTS: tuple[Callable[[Patch], None], ...] = (
     no_sync,
     no_sync_of_the_log,
@@ -153,6 +169,7 @@ PLANTS: tuple[Callable[[Patch], None], ...] = (
     no_blob_hash,
     an_acknowledgement_before_the_record,
 )
+ALL_AWAY = "devices=2 rounds=2 deadline_s=15.0 cut:dev-0,1.5,90.0,1 cut:dev-1,1.5,90.0,1"  # longer than cuts are drawn
 
 
 @pytest.fixture(scope="module")
@@ -195,4 +212,15 @@ def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
         assert len(short.plan.text()) < len(found.plan.text())
         assert isinstance(search.attempt(theatre, parse(short.plan.text())), search.Failure)
     sound = search.attempt(theatre, short.plan)
+    assert not isinstance(sound, search.Failure), sound.why
+
+
+def test_a_process_that_keeps_its_processor_busy_is_named(theatre: Theatre) -> None:
+    """A coordinator whose boards are all away, and which takes a task that it does not send for one that is due."""
+    with pytest.MonkeyPatch.context() as patch:
+        a_task_that_stays_due(patch)
+        found = search.attempt(theatre, parse(ALL_AWAY))
+    assert isinstance(found, search.Failure)
+    assert found.why.startswith("coordinator spins: 21 steps at virtual second ")
+    sound = search.attempt(theatre, parse(ALL_AWAY))
     assert not isinstance(sound, search.Failure), sound.why

@@ -28,6 +28,8 @@ REPLAYS = (
     "seed=26 method=fedpews devices=2 rounds=1 jobs=2 refuse:dev-1,106,1,readonly",
     # a blob could not be read once more when its task began, and the agent ended
     "seed=74 devices=2 rounds=1 jobs=2 refuse:dev-0,78,1,io",
+    # an update was refused between two attempts at its round, offered again before the answer came, and counted
+    "seed=300581 method=local rounds=1 size=2 deadline_s=4.0 jobs=2 beside_s=0.0 newer:dev-2 cut:dev-1,1.03,30.0,1",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import os
 import re
 import secrets
 import sqlite3
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fedquilt.core import JobError, StoreError
+from fedquilt.disk import PRIVATE
 
 Kind = Literal["device", "coordinator", "server", "observer"]
 
@@ -72,8 +72,7 @@ class Register:
 
     def __init__(self, path: Path) -> None:
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=10.0)
+            self._db = PRIVATE.connect(path)
             try:
                 self._db.executescript(SCHEMA)
             except sqlite3.Error:

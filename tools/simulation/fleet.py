@@ -223,7 +223,7 @@ class SimulatedFleet(WithoutReleases):
             return  # it offers an update that leaves private state again when it is back
         given = self._device(device)
         given.settle(ack)
-        self._feed(given, events.Acked((ack.job, ack.round), ack.accepted), self.now_s)
+        self._feed(given, events.Acked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
 
     def renew(self, epoch: int) -> None:
         """Do nothing: these devices know of no epochs."""

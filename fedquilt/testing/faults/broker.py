@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
+from fedquilt import wire
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Message
 
@@ -274,3 +277,13 @@ class SimBroker:
         if noise is None:
             return [payload]
         return links.disturbed(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
+
+
+def newer(topic: str, payload: bytes) -> bytes:
+    """A message with a field that this version does not know."""
+    if not payload.startswith(b'{"v":'):
+        return payload
+    rest = b"," + json.dumps({"next_version": [1, {"a": None}]}).encode()[1:-1]
+    body = payload[payload.index(b'"crc":"') + 16 :]
+    body = rest + body
+    return b'{"v":%d,"crc":"%08x"' % (wire.VERSION, zlib.crc32(body)) + body

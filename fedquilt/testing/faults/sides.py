@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import random
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +27,7 @@ from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.testing.faults import schedule
-from fedquilt.testing.faults.broker import SimBroker, SimLink
+from fedquilt.testing.faults.broker import SimBroker, SimLink, newer
 from fedquilt.testing.faults.disk import Crash, SimDisk
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
@@ -39,6 +37,8 @@ T = TypeVar("T")
 FLEET: Final = "sim"
 WORK_S: Final = 1.0  # of a task
 AGAIN_S: Final = 5.0  # until a process that ended by an error is started again
+AT_ONCE_MOST: Final = 20  # steps within a moment that ask for another one; working processes have made three
+MOMENT_S: Final = 0.001  # shorter than a message's way
 ERRORS: Final = {"full": errno.ENOSPC, "readonly": errno.EROFS, "io": errno.EIO}
 
 
@@ -78,6 +78,7 @@ class Side(ABC):
         self._disk = SimDisk(platter)
         self._starts = 0  # of tasks
         self._beside_s = plan.beside_s
+        self._began_s, self._at_once = -1.0, 0  # steps in a row, each of which was due at once, and since when
 
     def step(self, now_s: float) -> None:
         """Start the process if it is time, or let it do what is due; it may end by that."""
@@ -88,6 +89,7 @@ class Side(ABC):
             if self.inner is None:
                 self._begin()
             self.due_s = max(self.inner.step(now_s + self._offset_s) - self._offset_s, now_s)
+            self._require_rest(now_s)
             if self._link.inbox:
                 self.due_s = now_s
         except Crash:
@@ -117,6 +119,14 @@ class Side(ABC):
         self.platter.close()
 
     # -- within --
+
+    def _require_rest(self, now_s: float) -> None:
+        """Raise BrokenError if the process keeps its processor busy while nothing happens."""
+        if self.due_s > now_s + MOMENT_S or now_s > self._began_s + MOMENT_S:
+            self._began_s, self._at_once = now_s, 0
+        self._at_once += self.due_s <= now_s + MOMENT_S
+        if self._at_once > AT_ONCE_MOST:
+            raise BrokenError(f"{self.name} spins: {self._at_once} steps at virtual second {now_s:g}, each due at once")
 
     def _begin(self) -> None:
         self.lives += 1
@@ -166,16 +176,6 @@ class Side(ABC):
 
 def _refused(how: str, what: str) -> bool:
     return {"full": what in ("write", "commit"), "readonly": what != "read", "io": True}[how]
-
-
-def newer(topic: str, payload: bytes) -> bytes:
-    """A message with a field that this version does not know."""
-    if not payload.startswith(b'{"v":'):
-        return payload
-    rest = b"," + json.dumps({"next_version": [1, {"a": None}]}).encode()[1:-1]
-    body = payload[payload.index(b'"crc":"') + 16 :]
-    body = rest + body
-    return b'{"v":%d,"crc":"%08x"' % (wire.VERSION, zlib.crc32(body)) + body
 
 
 class WatchedStore(Store):

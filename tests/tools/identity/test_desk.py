@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from fedquilt.edge_agent.enrol import signing_request
 from fedquilt.enrolment import Request
 from fedquilt.tools.identity.authority import DAY_S, Authority
 from fedquilt.tools.identity.desk import Desk, answer
-from fedquilt.tools.identity.register import Issued
+from fedquilt.tools.identity.register import Issued, Register
 
 NOW_S = 1_800_000_000.0
 
@@ -174,3 +176,19 @@ def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.L
     assert "enrolled orin-7" in caplog.text
     assert "refused orin-7 at 10.0.0.7: this token was used" in caplog.text
     assert token not in caplog.text + said.reason
+
+
+WRITES = """
+import sqlite3, sys
+with sqlite3.connect(sys.argv[1], isolation_level=None, timeout=0.1) as db:
+    db.execute("begin immediate")
+"""
+
+
+def test_a_register_opened_twice_in_a_process_is_still_locked_for_others(office: Office) -> None:
+    """Whoever closes a file ends all locks of its process on it, SQLite's too."""
+    path = office.authority.folder / "register.db"
+    with office.authority.register.together():
+        Register(path).close()
+        tried = subprocess.run([sys.executable, "-c", WRITES, path], capture_output=True, text=True)
+    assert "database is locked" in tried.stderr
