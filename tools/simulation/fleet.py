@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -32,7 +33,7 @@ from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation.fleet_device import FleetDevice, Spec
 
-OWN: Final = frozenset(("seed", "tier", "counted"))  # fields of a task that are of its device alone, and plain
+OWN: Final = ("seed", "tier", "counted")  # fields of a task that are of its device alone, and plain
 
 
 class Encoded:
@@ -49,14 +50,15 @@ class Encoded:
         """
         if self._last is not None:
             sent, came = self._last
-            if all(getattr(task, name) is getattr(sent, name) for name in SHARED):
-                return structs.replace(came, **{name: getattr(task, name) for name in OWN})
+            if all(map(operator.is_, _shared(task), _shared(sent))):
+                return structs.replace(came, **dict(zip(OWN, _own(task), strict=True)))
         came = wire.decode(wire.encode(task), Task)
         self._last = task, came
         return came
 
 
-SHARED: Final = tuple(name for name in Task.__struct_fields__ if name not in OWN)
+_own = operator.attrgetter(*OWN)
+_shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name not in OWN))
 
 
 class SimulatedFleet(WithoutReleases):
