@@ -203,9 +203,7 @@ class Rounds(msgspec.Struct, frozen=True):
     settles: bool = False  # the method has settling rounds, before an evaluation and at the end
     settling: bool = False  # the running round is one
     ordered: Started | None = None  # of a site: what the coordinator above has ordered of the running round
-    through: Mapping[str, str] = field(
-        default_factory=dict
-    )  # board of a site -> the site whose update of this round has it
+    through: Mapping[str, str] = field(default_factory=dict)  # a site's board -> the site, whose update of now has it
     extra: int = 0  # number of settling rounds so far
     reason: str = ""
 
@@ -386,24 +384,17 @@ def _taken_back(state: Rounds, round: int) -> Rounds:
 
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
     took_part = {device: state.history.get(device, NEVER).plus(state.round) for device in state.answered}
+    history, checked = {**state.history, **took_part}, state.over and not state.settling
+    spent = replace(state.spent, wall_s=state.spent.wall_s + fact.took_s)
     after = replace(
-        _cleared(state, state.round + 1),
-        phase="selecting",
-        opened_s=now_s,
-        state=fact.state,
-        history={**state.history, **took_part},
-        finished=state.finished or fact.finished,
-        checked=state.over and not state.settling,
-        extra=state.extra + fact.settled,
-        settling=False,
-        spent=replace(state.spent, wall_s=state.spent.wall_s + fact.took_s),
-        began_s=now_s,
+        _cleared(state, state.round + 1), phase="selecting", opened_s=now_s, began_s=now_s, state=fact.state
     )
+    after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
+    after = replace(after, extra=state.extra + fact.settled, spent=spent)
     return replace(after, settling=state.settles and not fact.settled and _evaluated_next(after))
 
 
 def _evaluated_next(state: Rounds) -> bool:
     """Whether an evaluation or the end comes next for the state that a round of work has just produced."""
-    every = state.plan.check_every
-    due = bool(every) and state.counted % every == 0
+    due = bool(every := state.plan.check_every) and state.counted % every == 0
     return not state.checked and (state.over or due or stop.reached(state.plan.stop, state.spent) is not None)

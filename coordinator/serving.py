@@ -233,7 +233,7 @@ class Serving:
                 self._desk.fetching[device] = self
                 self._desk.executor.fetch(device, update.bundles.values())
             case admission.Examine(device, update):
-                self._examine(device, update, now_s)
+                self._summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
@@ -254,10 +254,6 @@ class Serving:
         begun = self._begun.pop(device, None)
         if begun is not None and (instead is None or begun.bundles != instead.bundles):
             self._discard(begun)
-
-    def _examine(self, device: str, update: Update, now_s: float) -> None:
-        """Have an update read, and let count what it holds."""
-        self._summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
 
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use; in a large round those of several updates at once."""
