@@ -156,24 +156,24 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
         event: message of a device, or its result.
         now_s: seconds of the coordinator's clock.
     """
-    match event:
-        case Appeared(device):
-            open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
-            return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
-        case Flooded(device):
-            return _flooded(state, arriving, device)
-        case Claimed():
-            return _claimed(job, state, arriving, event)
+    match event:  # the most frequent first
+        case Examined():
+            return _examined(state, arriving, event, now_s)
         case Offered():
             return _offered(job, state, arriving, event)
+        case Claimed():
+            return _claimed(job, state, arriving, event)
         case Arrived(device, error):
             if arriving is None:
                 return Step(None)
             if error is None:
                 return Step(arriving, (), (Examine(device, arriving),))
             return Step(None)  # the device will offer it again
-        case Examined():
-            return _examined(state, arriving, event, now_s)
+        case Appeared(device):
+            open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
+            return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
+        case Flooded(device):
+            return _flooded(state, arriving, device)
 
 
 def _flooded(state: Rounds | None, arriving: Arriving, device: str) -> Step:

@@ -275,7 +275,17 @@ _NOT_OURS = ": the log was not written by this coordinator's rules; run the job 
 
 
 def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
-    match fact:
+    match fact:  # the most frequent first
+        case Answered():
+            device, took = fact.update.device, state.took
+            if device in state.refused:
+                state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
+            if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
+                took = deadline.timed(took, fact.update, state.work, fact.took_s, fact.expected_s)
+            answered, spent = {**state.answered, device: fact.update}, state.spent.plus(fact.update)
+            if fact.update.boards:
+                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.boards, device)})
+            return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
             state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
@@ -303,16 +313,6 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             if isinstance(fact, Declined) and fact.code == NOTHING:
                 idle = idle | {fact.device}
             return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
-        case Answered():
-            device, took = fact.update.device, state.took
-            if device in state.refused:
-                state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
-            if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
-                took = deadline.timed(took, fact.update, state.work, fact.took_s, fact.expected_s)
-            answered, spent = {**state.answered, device: fact.update}, state.spent.plus(fact.update)
-            if fact.update.boards:
-                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.boards, device)})
-            return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case Lost():
             return _lost(state, fact, now_s)
         case Folded():

@@ -111,10 +111,10 @@ class Server:
             for heard in self._executor.hear(now_s):
                 if heard is None:
                     self._say_all_again(now_s)
-                elif isinstance(heard, admission.Appeared | admission.Arrived | admission.Flooded):
-                    self._happened(heard, now_s)
-                else:
+                elif isinstance(heard, tuple):
                     self._said(*heard, now_s)
+                else:
+                    self._happened(heard, now_s)
         desk.later = None
         for serving, action in later:
             serving.do(action, now_s)
@@ -158,17 +158,7 @@ class Server:
             self._rollouts.say_all_again(now_s)
 
     def _said(self, device: str, message: Wired, now_s: float) -> None:
-        match message:
-            case wire.Presence():
-                if self.registry.presence(device, message, now_s):
-                    self._happened(admission.Appeared(device), now_s)
-                    if self._rollouts is not None:
-                        self._rollouts.appeared(device, now_s)
-            case Profile():
-                self.registry.profile(device, message)
-                self._desk.available(device, now_s)
-            case wire.Installed() if self._rollouts is not None:
-                self._rollouts.heard(device, message)
+        match message:  # the most frequent first
             case wire.Claim():
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.claimed(device, message, now_s)
@@ -184,6 +174,16 @@ class Server:
                     self._stray(admission.Offered(device, told, status, counted), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
+            case wire.Presence():
+                if self.registry.presence(device, message, now_s):
+                    self._happened(admission.Appeared(device), now_s)
+                    if self._rollouts is not None:
+                        self._rollouts.appeared(device, now_s)
+            case Profile():
+                self.registry.profile(device, message)
+                self._desk.available(device, now_s)
+            case wire.Installed() if self._rollouts is not None:
+                self._rollouts.heard(device, message)
 
     def _happened(self, event: admission.Appeared | admission.Arrived | admission.Flooded, now_s: float) -> None:
         """Pass on what happens to a device, to the jobs that it concerns."""

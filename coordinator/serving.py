@@ -28,6 +28,7 @@ from fedquilt.logs import about
 log = logging.getLogger("fedquilt.coordinator")
 
 TOGETHER = 64  # answers of a round for each blob that waits to be dropped: what is in use is looked up as often
+AT_ONCE = frozenset((admission.Fetch, admission.Examine))  # actions that nobody sees outside
 Observe = Callable[[Running, facts.AnyFact], None]
 
 
@@ -197,8 +198,10 @@ class Serving:
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
         step = admission.heard(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
-        self.arriving.pop(event.device, None)
-        self.arriving.update({} if step.arriving is None else {event.device: step.arriving})
+        if step.arriving is None:
+            self.arriving.pop(event.device, None)
+        else:
+            self.arriving[event.device] = step.arriving
         for fact in step.facts:
             self.record(fact, now_s)
         for action in step.actions:
@@ -208,22 +211,22 @@ class Serving:
 
     def _act(self, action: admission.Action, now_s: float) -> None:
         """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
-        if self._desk.later is None or isinstance(action, admission.Fetch | admission.Examine):
+        if self._desk.later is None or type(action) in AT_ONCE:
             self.do(action, now_s)
         else:
             self._desk.later.append((self, action))
 
     def do(self, action: admission.Action, now_s: float) -> None:
         """Carry out an action."""
-        match action:
-            case admission.Issue(device):
-                self.issue(device, now_s)
+        match action:  # the most frequent first
+            case admission.Patience(device):
+                self._desk.executor.be_patient(device)
             case admission.Withdraw(device):
                 self.unsent.discard(device)
                 self._desk.withdraw(device, self.id, now_s)
                 self._let_go(device)
-            case admission.Patience(device):
-                self._desk.executor.be_patient(device)
+            case admission.Answer(device, update, accepted, reason):
+                self._desk.answer(device, update, accepted, reason)
             case admission.Fetch(device, update):
                 self._let_go(device, update)
                 self._begun[device] = update
@@ -231,8 +234,8 @@ class Serving:
                 self._desk.executor.fetch(device, update.bundles.values())
             case admission.Examine(device, update):
                 self._examine(device, update, now_s)
-            case admission.Answer(device, update, accepted, reason):
-                self._desk.answer(device, update, accepted, reason)
+            case admission.Issue(device):
+                self.issue(device, now_s)
             case admission.Discard(update):
                 self._discard(update)
             case admission.Renew(device, epoch):
@@ -371,12 +374,12 @@ class Serving:
         if not isinstance(fact, facts.Answered):
             self._undecided = None
         match fact:
+            case facts.Answered():  # the most frequent first
+                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Asked():
                 for device in fact.devices:
                     self.issue(device, now_s)
                 self._take_back(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
-            case facts.Answered():
-                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Lost():
                 ids = about(run=job.id, round=fact.round, device=fact.device)
                 log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)

@@ -117,24 +117,24 @@ class Duty:
         """Carry out the plan's actions; errors of the disk become a refusal."""
         for action in actions:
             try:
-                match action:
+                match action:  # the most frequent first
                     case events.Say(claim):
                         self._around.say(claim)
                     case events.Fetch(refs):
                         self._around.fetch(refs)
-                    case events.Abandon(sha256):
-                        self._around.abandon(sha256)
                     case Begin(task):
                         self._begin(task, now_s)
+                    case events.Send(update):
+                        self._around.offer(update, now_s)
+                    case events.Learn(learned):
+                        self._around.remember(learned)
                     case events.Stop():
                         self._worker.kill()
                         self._pacer.stop()
-                    case events.Send(update):
-                        self._around.offer(update, now_s)
+                    case events.Abandon(sha256):
+                        self._around.abandon(sha256)
                     case events.Drop(update):
                         self._around.drop(update)
-                    case events.Learn(learned):
-                        self._around.remember(learned)
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
 

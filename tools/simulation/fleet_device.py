@@ -121,7 +121,8 @@ class FleetDevice:
 
     def moves_s(self) -> float:
         """Time of the next arrival."""
-        return min([ways[0][0] for ways in (self._coming, self._going) if ways], default=math.inf)
+        coming_s = self._coming[0][0] if self._coming else math.inf
+        return min(coming_s, self._going[0][0]) if self._going else coming_s
 
     def _way(self, before: Sequence[tuple[float, object]], size: int, now_s: float) -> float:
         """When a transfer of so many bytes ends that begins after all before it."""

@@ -332,10 +332,10 @@ class Simulation:
         self._answers = []
 
     def _note(self, fact: AnyFact) -> None:
-        if isinstance(fact, Declined | Rejected) and getattr(fact, "code", "") != "none":
-            self.refusals[fact.device] = fact.reason
-        elif isinstance(fact, Answered):
+        if isinstance(fact, Answered):
             self._answers.append(fact)
+        elif isinstance(fact, Declined | Rejected) and getattr(fact, "code", "") != "none":
+            self.refusals[fact.device] = fact.reason
         elif isinstance(fact, Ended):
             self.status, self.reason = fact.status, fact.reason
 
