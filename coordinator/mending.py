@@ -100,6 +100,7 @@ def state(
 
     Raises:
         JobError: it is lost, or of another version of fedquilt.
+        StoreError: the disk fails; once it does not, the job goes on.
     """
     try:
         large = partial(tensor_files.read_state, kind=kind, disk=depot.disk, lazy_bytes=lazy_bytes)
@@ -114,7 +115,7 @@ def state(
             )
         log.warning("the state of %s (%s) was gone or damaged: it is made again", run, ref.sha256[:12])
         return tensors.unpack(packed, kind)
-    except StoreError as error:
+    except tensors.NoStateError as error:
         raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
 
 

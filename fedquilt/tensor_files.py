@@ -138,7 +138,7 @@ def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: f
         whole = tensors.whole(found, {"state": json.dumps(skeleton)}, kind)
         return replace(whole, **late) if late else whole  # type: ignore[type-var]
     except (UpdateError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+        raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
 def _places(found: Stored, value: Any) -> dict[str, OnDisk]:
@@ -162,4 +162,4 @@ def read_sum(path: Path | str, kind: type[T], disk: Disk, room: Scratch) -> T:
         total = tensors.whole(slots, found.metadata, kind)
         return exact.laid_out(total, lambda slot: room.put(found[names[id(slot)]]))
     except UpdateError as error:
-        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+        raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None

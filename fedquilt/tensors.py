@@ -35,6 +35,10 @@ AXES_MOST: Final = 16
 COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
 
 
+class NoStateError(StoreError):
+    """Stored bytes that are no state of the type that is asked for, as another version of fedquilt writes them."""
+
+
 @dataclass(frozen=True)
 class Shaped:
     """Shape and type in place of an array."""
@@ -353,14 +357,14 @@ def unpack(payload: bytes, kind: type[T]) -> T:
     """Unpack a state of type `kind` that `pack` stored, equal in every bit.
 
     Raises:
-        StoreError: the bytes are not a state of that type, or hold a field that it does not have.
+        NoStateError: the bytes are not a state of that type, or hold a field that it does not have.
     """
     try:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
         metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
     except (SafetensorError, ValueError, KeyError, RecursionError, struct.error) as error:
-        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+        raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
     return whole(arrays, metadata, kind)
 
 
@@ -368,7 +372,7 @@ def whole(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
     """A state of type `kind` from its `parts`.
 
     Raises:
-        StoreError: they are of no state of that type, or hold a field that it does not have.
+        NoStateError: they are of no state of that type, or hold a field that it does not have.
     """
 
     def restore(wanted: type, value: Any) -> Any:
@@ -382,7 +386,7 @@ def whole(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
         known_fields.require(skeleton, state, kind.__name__)
         return state
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+        raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
 def total_bytes(bundles: Iterable[Tensors]) -> int:

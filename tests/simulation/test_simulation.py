@@ -30,6 +30,9 @@ REPLAYS = (
     "seed=74 devices=2 rounds=1 jobs=2 refuse:dev-0,78,1,io",
     # an update was refused between two attempts at its round, offered again before the answer came, and counted
     "seed=300581 method=local rounds=1 size=2 deadline_s=4.0 jobs=2 beside_s=0.0 newer:dev-2 cut:dev-1,1.03,30.0,1",
+    # a disk failed once when a new state was read back, and the job had failed for good
+    "seed=300822 codec=int8 devices=2 rounds=1 refuse:coordinator,128,1,io slow:dev-0,1.5 "
+    "jump:coordinator,1.53,100.0,0.0",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )
