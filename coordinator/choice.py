@@ -24,7 +24,7 @@ def decide(
     now_s: float,
     busy: AbstractSet[str] = frozenset(),
     most: float = math.inf,
-    waits_s: float = 0.0,
+    late: bool = False,
 ) -> AnyFact | None:
     """Decide the next fact of a job; None: nothing to do now.
 
@@ -35,7 +35,7 @@ def decide(
         now_s: seconds of the coordinator's clock.
         busy: devices that are left to other jobs now.
         most: number of devices that may be asked now.
-        waits_s: seconds since the job was taken up.
+        late: whether the job has waited for so long as it may until its first round.
     """
     fleet = registry.seen(now_s)
 
@@ -49,8 +49,8 @@ def decide(
     taken = (busy & free) - set(at_work)
     following = partial(rounds.decide, job.rounds, now_s, free | set(at_work), ask, taken)
     fact = following(most)
-    if fact is None and (late := rounds.too_late(job.rounds, waits_s, len(free))) is not None:
-        return late
+    if fact is None and late and (ended := rounds.too_late(job.rounds, len(free))) is not None:
+        return ended
     if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
         return fact
     spared = _spared(job, fact, free - taken, most, following)

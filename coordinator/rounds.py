@@ -184,16 +184,15 @@ def starting(state: Rounds) -> bool:
     return state.phase == "selecting" and not state.round and not state.asked_s
 
 
-def too_late(state: Rounds, waits_s: float, online: int) -> Ended | None:
-    """End of a job whose first round could not begin for its [cohort] start_timeout_s; None: that is not so.
+def too_late(state: Rounds, online: int) -> Ended | None:
+    """End of a job that has waited for its [cohort] start_timeout_s; None: its first round has begun.
 
     Args:
         state: of the job.
-        waits_s: seconds since it was taken up.
         online: number of devices that could be asked, at other jobs' tasks or not.
     """
     limit_s = state.plan.cohort.start_timeout_s
-    if limit_s is None or not starting(state) or waits_s < limit_s:
+    if limit_s is None or not starting(state):
         return None
     return Ended(
         "failed",

@@ -94,9 +94,10 @@ class Serving:
         StoreError: nothing can be written any more.
     """
 
-    def __init__(self, desk: Desk, job: Running, submitter: str, waits_s: float, now_s: float) -> None:
+    def __init__(self, desk: Desk, job: Running, submitter: str, since_s: float, now_s: float) -> None:
         self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
-        self._waits_s = waits_s  # when it was first taken up, by this coordinator
+        timeout_s = job.job.cohort.start_timeout_s
+        self._late_s = math.inf if timeout_s is None else since_s + timeout_s  # when its first round is to have begun
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
@@ -119,8 +120,7 @@ class Serving:
 
     def next_s(self) -> float:
         """Time at which `advance` may do something without an event."""
-        timeout_s = self.job.job.cohort.start_timeout_s
-        late_s = math.inf if timeout_s is None or not rounds.starting(self.job.rounds) else self._waits_s + timeout_s
+        late_s = self._late_s if rounds.starting(self.job.rounds) else math.inf
         return min(math.inf if self._summed.reads else rounds.next_s(self.job.rounds), late_s)
 
     def begin(self, now_s: float) -> None:
@@ -316,8 +316,8 @@ class Serving:
             busy = self._desk.loans.elsewhere(self.id) | left
             if self._waits(busy, most, now_s):
                 return False
-            at_work, waits_s = self._at_work(now_s), now_s - self._waits_s
-            fact = choice.decide(job, self._desk.registry, at_work, now_s, busy, most, waits_s)
+            late = now_s >= self._late_s
+            fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, late)
             if fact is None and now_s >= self._opened_s + GRACE_S:
                 self._undecided = self._desk.registry.seen(now_s), most
         except Exception as error:

@@ -173,7 +173,7 @@ class Agent:
     def _begin_anew(self, now_s: float) -> None:
         self._patience_s, self._telemetry_s = RETELL_S, -math.inf
         self._tell(now_s)
-        self.releases.tell()
+        self.releases.tell(now_s)
         self.duty.feed(Connected(), now_s)
 
     def _handle(self, message: Message, now_s: float) -> None:

@@ -149,11 +149,11 @@ class Releases:
                 found.add(state.noted.release.blob.sha256)
         return found
 
-    def tell(self) -> None:
+    def tell(self, now_s: float) -> None:
         """Publish the progress of each kind's release again: the broker may have lost the message."""
         for name in self._kinds:
             self._told.pop(name, None)
-            with self._waiting(name):
+            with self._waiting(name, now_s):
                 self._tell(name)
 
     def fds(self) -> Sequence[int]:
@@ -182,7 +182,7 @@ class Releases:
             self._feed(name, event, now_s)
 
     @contextmanager
-    def _waiting(self, name: str, now_s: float = math.inf) -> Iterator[None]:
+    def _waiting(self, name: str, now_s: float) -> Iterator[None]:
         """Read an unreadable current release again later; the agent and its task go on meanwhile."""
         try:
             yield

@@ -127,6 +127,15 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -
     assert stage.store.status(other) in ("queued", "running")
 
 
+def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) -> None:
+    """Also where the clock's rounding makes it less than its time-out since the job was taken up."""
+    stage = staged(Limits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 0.6})
+    assert 0.3 + 0.6 - 0.3 < 0.6
+    stage.server.step(0.3)
+    stage.server.step(0.3 + 0.6)
+    assert [fact.status for fact in stage.told(Ended)] == ["failed"]
+
+
 def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,24 @@ def test_what_ran_before_is_what_it_returns_to(site: Site, toy: ToyKind) -> None
     assert (last(site).current, last(site).name) == (first.blob.sha256, "v1")
 
 
+def test_a_soak_goes_on_though_what_is_in_use_could_not_be_read_when_it_was_told_again(
+    site: Site, toy: ToyKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that comes back is told everything again, and the disk fails for that moment."""
+    deploy(site)
+    site.run(5.0)
+    assert last(site).phase == "soaking"
+
+    def fail() -> str:
+        raise StoreError("cannot read the model's folder: Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy, "current", fail)
+        site.agent.releases.tell(site.broker.now_s)
+    site.run(20.0)
+    assert last(site).phase == "committed"
+
+
 @pytest.mark.parametrize("method", ["stage", "check"])
 def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: ToyKind, method: str) -> None:
     """Nothing has been exchanged, and the next release is taken."""
