@@ -24,6 +24,9 @@ REPLAYS = (
     "seed=436 rounds=2 size=2 deadline_s=4.0 slow:dev-2,5.0",
     # two boards had been silent, and the slow one of them was asked again and again
     "seed=5155 size=2 deadline_s=4.0 slow:dev-2,5.0 cut:dev-0,3.22,15.0,1",
+    # a board that was asked is silent in an attempt that asks nobody: its task was due at once all the while
+    "seed=92 method=local size=2 deadline_s=4.0 jobs=2 also=fedopt payload=2048 beside_s=3.0 crash:dev-2,77,0,8.0 "
+    "jump:coordinator,7.08,100.0,0.0 noise:0.0,20.0,0.4,0.2,0.2,3.0 stop:5.99,1.0",
     # a disk failed in the middle of one job's answer, and the next job's deleted the private state that it had moved
     "seed=26 method=fedpews devices=2 rounds=1 jobs=2 refuse:dev-1,106,1,readonly",
     # a blob could not be read once more when its task began, and the agent ended
