@@ -348,7 +348,7 @@ class Server:
 
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
         serving.drop()
-        self._store.set_status(serving.id, status)
+        self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)
         self._desk.loans.forget(serving.id, now_s)

@@ -252,13 +252,13 @@ class Store:
         for id in ids:
             if elsewhere and (status := self.status(id)) in UNENDED:
                 first = f"`fedquilt stop {id} --home {self.home}` ends it first"
-                mend = "wait until it has stopped" if status == "stopping" else first
-                raise JobError(f"{id} is {status}: {mend}")
+                raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else first}")
 
     def begin(self, id: str) -> None:
-        """Note that the coordinator started last has taken a job up."""
+        """Note that the coordinator started last has taken a job up, unless it is asked to stop it."""
         with self._writing():
-            self._rows.change(id, status="running", epoch=self._epoch())
+            self._rows.change(id, epoch=self._epoch())
+        self.set_status(id, "running", unless="stopping")
 
     def standing(self, row: Row) -> str:
         """Status of a job at this moment: "running" only if a coordinator is working on it.
@@ -281,10 +281,11 @@ class Store:
                 return "damaged"
         return found.status if found else ""
 
-    def set_status(self, id: str, status: str) -> None:
-        """Store a job's status."""
+    def set_status(self, id: str, status: str, *, unless: str = "") -> None:
+        """Store a job's status; one that has the status `unless` keeps it."""
         with self._writing():
-            self._rows.change(id, status=status)
+            if not unless or self.status(id) != unless:
+                self._rows.change(id, status=status)
 
     def unsound(self) -> list[str]:
         """Ids of runs and rollouts whose rows are damaged: blobs that seem to be of no use may be theirs."""
@@ -372,12 +373,10 @@ class Store:
             last = [found for _, _, found in self.facts(id)][-1:]
         except JobError as error:  # nothing is added to a log that cannot be read
             log.error("%s", error)
-            self.set_status(id, fact.status)
-            return fact.status
-        if last and isinstance(last[0], Ended) and last[0].status == "done":
-            fact = last[0]
         else:
-            self.append(id, fact)
+            fact = next((found for found in last if isinstance(found, Ended) and found.status == "done"), fact)
+            if fact not in last:
+                self.append(id, fact)
         self.set_status(id, fact.status)
         return fact.status
 

@@ -158,3 +158,18 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> 
     a.answer(ones())
     stage.play()
     assert stage.store.status(stage.job) == "done"
+
+
+def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator has read the job's row and not yet written that it runs."""
+    load = stage.server._load
+
+    def stopped(method: str) -> object:
+        stage.store.set_status(stage.job, "stopping")
+        return load(method)
+
+    monkeypatch.setattr(stage.server, "_load", stopped)
+    stage.play()
+    assert stage.store.status(stage.job) == "stopped"
