@@ -164,7 +164,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
     stage.play()
     a.answer(ones())
 
-    def killed(id: str, status: str) -> None:
+    def killed(id: str, status: str, **given: str) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
