@@ -301,7 +301,7 @@ class Summing:
         return mending.streamed(self._depot, update)
 
     def _read_as(self, update: Update, given: Contribution, base: Base) -> tuple[Update, Contribution]:
-        """An update and its tensors as they are folded: decoded; of a site, which has done that, with its boards."""
+        """A device's update, its tensors decoded; a site's, which has decoded them, with the names of its boards."""
         if passed.of_site(given.bundles):  # types and shapes of its bundles are not kept
             return msgspec.structs.replace(update, boards=passed.boards(given)), given
         return update, replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))

@@ -190,7 +190,7 @@ class _Board(protocol_boards.Board):
         self._greeted = False
 
     def step(self, now_s: float) -> float:
-        """Answer what has come; returns when to offer an update again."""
+        """Answer the coordinator's messages for a light board; returns when it offers its update again."""
         if not self._greeted:
             self._greeted = True
             self._greet(None, None, None, None, None)
