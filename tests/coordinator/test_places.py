@@ -15,7 +15,7 @@ from streamed import Pair, profile
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs import carriers, chunks, streaming
+from fedquilt.blobs import carriers, chunks, over_http, streaming
 from fedquilt.blobs.carriers import Carriers, Ended
 from fedquilt.blobs.download import Pull
 from fedquilt.blobs.intake import ClosedError, Intake
@@ -118,6 +118,7 @@ def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
 def test_connections_that_break_again_and_again_are_gone_on_with(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    monkeypatch.setattr(over_http, "MISSES_MOST", 100)  # where the machine is busy, some bring nothing
     relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
     board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
     giver, taker = sides if way == "dn" else sides[::-1]
@@ -126,7 +127,7 @@ def test_connections_that_break_again_and_again_are_gone_on_with(
     pair.play(lambda: bool(taker.errors))
     assert taker.errors == {("a", ref.sha256): None}
     assert taker.depot.load(ref.sha256) == noise(12 * CHUNK)
-    assert relay.connections >= 4  # which bring nothing new on a busy machine; then the rest comes by the broker
+    assert relay.connections >= 6
     assert pair.broker.chunks == 0
     assert board.depot.has(ref)
 
