@@ -8,11 +8,8 @@ import pytest
 from by_hand import MODEL, TABLE, Hand, Stage, ones
 
 from fedquilt import bundle, tensors, wire
-from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import (
-    Answered,
-    Ended,
-)
+from fedquilt.coordinator import settings, turns
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
 from fedquilt.coordinator.limits import Limits
 
 
@@ -173,3 +170,37 @@ def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
     monkeypatch.setattr(stage.server, "_load", stopped)
     stage.play()
     assert stage.store.status(stage.job) == "stopped"
+
+
+def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator is about to write that it waits in the queue again."""
+    stage = Stage(tmp_path, Limits())
+    stage.hand("a")
+    stage.play()
+
+    def nobody(*given: object) -> list[str]:
+        stage.store.set_status(stage.job, "stopping")
+        monkeypatch.undo()
+        return []
+
+    monkeypatch.setattr(turns, "served", nobody)
+    stage.play(4.0)
+    assert stage.store.status(stage.job) == "stopped"
+
+
+def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path: Path) -> None:
+    """Its first state and its updates; the state that it left is what the next round begins with."""
+    stage = Stage(tmp_path, rounds=2)
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    first = stage.server.jobs()[0].rounds.state
+    assert first is not None
+    updates = [a.answer(ones(2.0)), b.answer(ones(4.0))]
+    stage.play()
+    assert [fact.round for fact in stage.told(Asked)] == [0, 1]
+    depot = stage.store.depot
+    assert not depot.has(first)
+    assert not any(depot.has(update.bundles["model"]) for update in updates)
+    assert depot.has(stage.told(Committed)[0].state)
