@@ -285,7 +285,10 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, 
         pair.play(lambda: bool(board.transfers._streaming._coming))
         heard = b"never asked"
         with context.wrap_socket(listener.accept()[0], server_side=True) as sealed:
-            heard = sealed.recv(1000)
+            try:
+                heard = sealed.recv(1000)
+            except ConnectionResetError:  # it has left without reading what TLS had for it
+                heard = b""
         pair.play(lambda: bool(board.errors))
     assert heard == b""
     assert pair.broker.chunks == 3
