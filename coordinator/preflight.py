@@ -11,6 +11,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Bundle, JobError, Method
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
+NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engine
 
 
 def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -> Any:
@@ -22,13 +23,20 @@ def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -
         method: the job's; None: looked up by name.
 
     Raises:
-        JobError: an unknown or unfit parameter, or an evaluation that the method lacks.
+        JobError: an unknown or unfit parameter, an evaluation that the method lacks, or an engine that cannot train the
+            bundle's network.
         ModelError: the method cannot train the bundle's network, or cannot use its donors; gives the reason.
     """
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
-    settings.require_task(job.method, method, made.meta.get("network", {}))
+    network = made.meta.get("network", {})
+    settings.require_task(job.method, method, network)
+    if job.engine == "numpy" and network.get("name", NUMPY_TRAINS) != NUMPY_TRAINS:
+        raise JobError(
+            f'engine = "numpy" trains {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: leave the '
+            "line out, so that devices train with torch"
+        )
     return method.init(made, settings.params(job), job.seed)
 
 

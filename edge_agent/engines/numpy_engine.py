@@ -221,7 +221,7 @@ def network_of(network: Mapping[str, Any]) -> Mlp:
     """
     if network.get("name") != "mlp":
         raise ModelError(
-            f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: install fedquilt[train]"
+            f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it (fedquilt[train])"
         )
     try:
         mlp = config.convert(network, Mlp, "a network")

@@ -22,7 +22,7 @@ from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import blocks, stitched
-from fedquilt.tools.artefacts.prepare import prepare
+from fedquilt.tools.artefacts.prepare import prepare, whole
 from fedquilt.tools.experiments import compare
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -305,3 +305,10 @@ def _torch(x: np.ndarray) -> Any:
     import torch
 
     return torch.from_numpy(x)
+
+
+def test_an_engine_that_cannot_train_the_network_is_refused_before_any_board_is_asked(tmp_path: Path) -> None:
+    job = settings.Job(name="j", method="fedavg", engine="numpy", model=SERIES)
+    with pytest.raises(JobError, match=r"trains 'mlp' networks, and .* 'conv1d': leave the line out"):
+        whole(job, tmp_path / "j.bundle")
+    whole(settings.Job(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
