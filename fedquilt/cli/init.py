@@ -170,7 +170,7 @@ def _job(
         yield "[check]"
         yield "every = 1             # rounds between evaluations on the examples that each device holds out"
     yield ""
-    yield from _donors() if donors else _model(math.prod(shape), classes)
+    yield from _donors() if donors else _model(math.prod(shape), classes, methods.load(method).frozen)
     yield ""
     yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
     yield f"path = {json.dumps(str(data))}"
@@ -184,12 +184,14 @@ def _job(
     yield f'budgets = ["{"1GB" if donors else "256MB"}"]   # memory that a task may take'
 
 
-def _model(inputs: int, classes: int) -> Iterator[str]:
+def _model(inputs: int, classes: int, frozen: str) -> Iterator[str]:
     yield "[model]               # `fedquilt prepare` makes its first weights"
     yield 'name = "mlp"          # fully connected; docs/jobs.md lists the other networks'
     yield f"inputs = {inputs}"
     yield f"hidden = [{64 if inputs > 256 else 32}]"
     yield f"classes = {classes}"
+    if frozen:
+        yield f'# weights = "FILE"    # of a pre-trained network, of which the method keeps {frozen}'
 
 
 def _donors() -> Iterator[str]:

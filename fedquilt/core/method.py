@@ -286,3 +286,4 @@ class Method:
     ModelError where a device has to take part before it has a network.
     """
     keeps: str = ""  # what a round holds of each device's update beside its sums; "": nothing, whatever the fleet
+    frozen: str = ""  # what of the first weights it never trains, in words; `prepare` says where these are random

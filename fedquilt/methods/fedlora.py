@@ -160,4 +160,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
+    frozen="all but the head",
 )

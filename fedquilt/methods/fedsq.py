@@ -237,4 +237,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
+    frozen="the choice of units that are on",
 )

@@ -84,4 +84,5 @@ METHOD = replace(
     check=check,
     result=result,
     personal=None,
+    frozen="all but the last layers",
 )

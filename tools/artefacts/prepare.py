@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fedquilt import bundle, config, footprint, progress, tensors, units
+from fedquilt import bundle, config, footprint, methods, progress, tensors, units
 from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
@@ -126,6 +126,11 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
     """
     made = prepare(msgspec.to_builtins(job), out, say)
     preflight.first_state(job, made)
+    if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
+        say(
+            f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
+            "a pre-trained network's"
+        )
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
