@@ -105,7 +105,7 @@ class Serving:
         self._discarded: set[str] = set()  # sha256 of blobs that are dropped next, unless they are in use then
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
-        self._summed = Beside(self, desk.worker, desk.executor.tended, lambda: desk.jobs.get(job.id) is not self)
+        self.summed = Beside(self, desk.worker, desk.executor, lambda: desk.jobs.get(job.id) is not self)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
 
     @property
@@ -118,10 +118,10 @@ class Serving:
         """Devices asked that have not answered."""
         return self.job.rounds.asked
 
-    def next_s(self) -> float:
+    def next_s(self, now_s: float) -> float:
         """Time at which `advance` may do something without an event."""
         late_s = self._late_s if rounds.starting(self.job.rounds) else math.inf
-        return min(math.inf if self._summed.reads else rounds.next_s(self.job.rounds), late_s)
+        return min(self.summed.deadline_s(now_s), late_s)
 
     def begin(self, now_s: float) -> None:
         """Go on where the log ends: open tasks are sent again."""
@@ -231,9 +231,10 @@ class Serving:
                 self._let_go(device, update)
                 self._begun[device] = update
                 self._desk.fetching[device] = self
-                self._desk.executor.fetch(device, update.bundles.values())
+                in_turn = self.summed.offered(device, update, now_s)
+                self._desk.executor.fetch(device, update.bundles.values(), in_turn=in_turn)
             case admission.Examine(device, update):
-                self._summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
+                self.summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
@@ -307,10 +308,10 @@ class Serving:
             most: number of devices that may be asked now.
         """
         job = self.job
-        self._summed.fold()
+        self.summed.fold()
         if job.rounds.phase == "closing":
-            return self._summed.commit(now_s)
-        if self._summed.reads and now_s >= rounds.next_s(job.rounds):
+            return self.summed.commit(now_s)
+        if rounds.next_s(job.rounds) <= now_s < self.summed.deadline_s(now_s):
             return False
         try:
             busy = self._desk.loans.elsewhere(self.id) | left
