@@ -180,6 +180,8 @@ class Summing:
         if "work" not in rounds.actions:
             return 0, 0
         known = self._unfolded
+        if rounds.phase == "closing":  # the sum goes into the new state
+            return known[2] if known else (0, 0)
         if known is None or known[0] is not rounds or known[1] != len(self._folding):
             stored = rounds.folded.devices if rounds.folded else ()
             ready, count = self._ready(rounds), len(self._folding)

@@ -14,8 +14,12 @@ from by_hand import MODEL, Hand, Stage
 
 from fedquilt import wire
 from fedquilt.coordinator import mending, summing
+from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Lost
 from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import devices, why
 from fedquilt.coordinator.worker import Here
 from fedquilt.on_disk import Scratch
 
@@ -258,3 +262,36 @@ def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) ->
     assert len(stage.states) == 1
     assert not stage.executor._transfers.queue
     assert sum(hand.transfers.traffic_bytes(name, "up") for name, hand in stage.by_name.items() if name in "ef") == 0
+
+
+class Noted(Paced):
+    """What boards do is noted, as `fedquilt serve` does."""
+
+    def start(self) -> None:
+        assert self.store.lock()
+        self.link = self.broker.connect()
+        noted = Boards(self.store.home)
+        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.next_epoch(), noted)
+        self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
+
+    def told_of(self, device: str) -> str:
+        return why.lines(why.of(self.store, self.job), 0, device)[0]
+
+
+def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it offers again; not after its turn has come, and not in a home that no coordinator serves."""
+    stage = Noted(tmp_path)
+    stage.answer("abcd")
+    stage.by_name["c"].answer(moved("c"))
+    stage.play(2.0)
+    states = {each.board.device: each.state for each in devices.look(stage.store.home)}
+    assert states == {"a": "sending", "b": "sending", "c": "waiting", "d": "waiting", "e": "asked", "f": "asked"}
+    assert "waits for its turn to be sent: 2 others are being sent or read" in stage.told_of("c")
+    assert stage.told_of("a") == stage.told_of("e") == "round 0: selected"
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "served", lambda store: False)
+        assert stage.told_of("c") == "round 0: selected"
+    stage.work(10.0)
+    assert stage.told_of("c") == "round 0: update received"
