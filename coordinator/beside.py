@@ -1,6 +1,7 @@
 """Updates of one job examined, folded and committed: in the loop, or by a worker where they are large.
 
-What a worker has found counts only if the job is still where it was when the worker was asked.
+Large ones come in turn, and a round waits past its deadline for those that are late by that alone. What a worker has
+found counts only if the job is still where it was when the worker was asked.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 An agent publishes "up" and a coordinator "dn"; each asks on `.../<its way>/blob/get` and is answered
 under the other's `.../blob/<sha256>/`. Chunks go unreliably, because lost ones are requested
-again; requests and refusals go reliably. Only chunks are in memory, never a blob: at most
-`budget_bytes` of them queued to be sent, and at most as much requested and not yet written.
+again; requests and refusals go reliably. What is wanted in turn waits in `fedquilt.blobs.queueing`, whatever brings it.
+Only chunks are in memory, never a blob: at most `budget_bytes` of them queued to be sent, and at most as much requested
+and not yet written.
 """
 
 from __future__ import annotations
@@ -230,8 +231,10 @@ class Transfers:
         for place in places:
             place.pop(key, None)
         self.queue.leave(*key)
-        if (held := self._held.get(key[0])) is not None and held.pop(key, held) is None and not held:
-            del self._held[key[0]]
+        if key in (held := self._held.get(key[0], {})):
+            del held[key]
+            if not held:
+                del self._held[key[0]]
         askers = self._askers.get(key[1], {})
         askers.pop(key, None)
         if not askers:
