@@ -14,10 +14,11 @@ from collections.abc import Set as AbstractSet
 from fedquilt import wire
 from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
 from fedquilt.coordinator.beside import Beside
+from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
-from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.loans import Loans
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.store import Store
@@ -51,8 +52,7 @@ class Desk:
     def withdraw(self, device: str, job: str, now_s: float) -> None:
         """Withdraw a device's task, unless it is another job's, and let a job that waits for the device have it."""
         if not self.loans.take_back(device, job, now_s):
-            fetched = self.fetching.get(device)
-            if fetched is not None and fetched.id == job:
+            if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
                 self.executor.fetch(device, ())
             return
         self.executor.withdraw(device)
@@ -128,6 +128,7 @@ class Serving:
         self._desk.store.begin(self.id)
         if self.job.rounds.phase in ("stopped", "failed"):
             self.record(facts.Resumed(), now_s)
+        self.summed.encode()
         self.issue_all(now_s)
         self.tell()
 
@@ -281,7 +282,7 @@ class Serving:
             return
         profile = desk.registry.profile_of(device)
         # after a restart the profile, which names its engine, may not be here yet
-        if profile is None or not desk.loans.lend(device, self.id, now_s):
+        if profile is None or self.summed.encodes or not desk.loans.lend(device, self.id, now_s):
             return self.unsent.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:
@@ -289,8 +290,7 @@ class Serving:
         except Exception as error:
             return self.fail(error, now_s)
         if task is None:
-            nothing = "the method has nothing for it now"
-            self.record(facts.Declined(job.rounds.round, device, NOTHING, nothing), now_s)
+            self.record(facts.Declined(job.rounds.round, device, NOTHING, "the method has nothing for it now"), now_s)
             return desk.back(device, self.id, now_s)
         try:
             return desk.executor.send(device, task, now_s)

@@ -69,6 +69,8 @@ class Paced(Stage):
         super().__init__(folder, limits, Slow(), NORMED, **{"cohort": COHORT, **table})
         self.by_name = {name: self.hand(name) for name in names}
         self.play()
+        self.worker.go_on()  # what they are sent is stored
+        self.play()
         assert all(hand.tasks for hand in self.hands)
 
     def answer(self, names: str) -> None:
@@ -234,6 +236,9 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
     stage.play(0.3)
     stage.worker = Slow()
     stage.restart()
+    stage.play()
+    if stage.worker.begun:  # it is stored again
+        stage.worker.go_on()
     stage.play()
     counted = set(stage.answered)
     stage.answer("".join(name for name in "fbdaec" if name not in counted))
