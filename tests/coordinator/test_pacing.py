@@ -196,8 +196,10 @@ def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) 
     stage.play(20.0)
     assert not stage.told(Closed)
     stage.answer("e")
-    while not stage.told(Closed):
+    while "d" not in stage.answered:
+        assert not stage.told(Closed)
         stage.work(0.5)
+    assert stage.told(Closed)
     assert stage.answered == list("abcd")
 
 
