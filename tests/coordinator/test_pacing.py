@@ -251,6 +251,37 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
     assert {fact.status for fact in stage.told(Ended)} == {"done"}
 
 
+def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path: Path) -> None:
+    """Though two wait to be folded, and no sum is stored: one is folded, and one more comes."""
+    stage = Paced(tmp_path)
+    stage.worker.stored_at = 1e9
+    stage.answer("abcd")
+    stage.play()
+    for _ in range(2):  # both are read
+        stage.worker.go_on()
+    stage.play()
+    assert (stage.answered, stage.here) == (["a", "b"], {"a", "b"})
+    stage.worker.go_on()
+    stage.play()
+    assert stage.here == {"a", "b", "c"}
+
+
+def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) -> None:
+    """Its updates are gone from the disk; the worker has not read the sum yet."""
+    stage = Paced(tmp_path)
+    stage.answer("abc")
+    stage.work(10.0)
+    assert stage.told(Folded)[-1].devices == ("a", "b", "c")
+    stage.worker = Slow()
+    stage.restart()
+    stage.play()
+    stage.worker.go_on()
+    stage.play()
+    stage.answer("de")
+    stage.play()
+    assert stage.here == {"d", "e"}
+
+
 def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tmp_path: Path) -> None:
     """What the worker cannot fold before others have come takes no place of theirs."""
     stage = Paced(tmp_path, method="robust")
