@@ -1,20 +1,23 @@
 """Updates of one job examined, folded and committed: in the loop, or by a worker where they are large.
 
-What a worker has found counts only if the job is still where it was when the worker was asked.
+Large ones come in turn, and a round waits past its deadline for those that are late by that alone. What a worker has
+found counts only if the job is still where it was when the worker was asked.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
 
 from fedquilt.coordinator import admission, facts, mending, rounds
-from fedquilt.coordinator.folding import blobs
-from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.encoding import Done, Encoded
+from fedquilt.coordinator.executors import Executor
+from fedquilt.coordinator.folding import blobs, size_of
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.worker import Worker, outcome
 from fedquilt.core import Profile, Update
 from fedquilt.logs import about
@@ -29,10 +32,15 @@ class Served(Protocol):
 
     job: Running
     arriving: dict[str, Update]
+    unsent: set[str]
 
     @property
     def over(self) -> bool:
         """Whether it has ended, or has been stopped."""
+        ...
+
+    def issue(self, device: str, now_s: float) -> None:
+        """Send a device its task, as soon as it can be sent."""
         ...
 
     def happened(self, event: admission.Event, now_s: float) -> None:
@@ -58,7 +66,7 @@ class Beside:
     Args:
         served: the job.
         worker: for what is large.
-        tended: what keeps the connection alive while the loop computes.
+        executor: that brings the updates.
         left: whether the coordinator has let go of the job.
     """
 
@@ -66,18 +74,63 @@ class Beside:
         self,
         served: Served,
         worker: Worker,
-        tended: Callable[[], AbstractContextManager[None]],
+        executor: Executor,
         left: Callable[[], bool],
     ) -> None:
-        self._served, self._worker, self._tended, self._left = served, worker, tended, left
+        self._served, self._worker, self._executor, self._left = served, worker, executor, left
+        self.encodes = False  # whether the worker stores what devices are sent: no task is made meanwhile
         self._summing = False  # whether the worker folds or commits
         self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
         self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
+        self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
+
+    def encode(self) -> None:
+        """Have what devices are sent of a large state stored, as the job is taken up."""
+        encoding = self._served.job.encoding()
+        if encoding is not None:
+            self.encodes = True
+            self._worker.start(encoding, self._encoded)
+
+    def _encoded(self, result: Callable[[], Encoded], now_s: float) -> None:
+        """Send the tasks that have waited for it."""
+        self.encodes = False
+        found = None if self._gone else self._ended(result, now_s)
+        if isinstance(found, dict):
+            self._served.job.encoded(found)
+            for device in sorted(self._served.unsent):
+                self._served.unsent.discard(device)
+                self._served.issue(device, now_s)
 
     @property
-    def reads(self) -> bool:
-        """Whether an update that came in time is still being read: the round waits for it, past its deadline."""
-        return bool(self._in_time)
+    def waiting(self) -> tuple[int, int]:
+        """Number and bytes of the updates here that the worker is to read or fold, and has not yet."""
+        if not self._large:
+            return 0, 0
+        count, size = self._served.job.sums.unfolded(self._served.job.rounds)
+        return count + len(self._examining), size + sum(map(size_of, self._examining.values()))
+
+    def offered(self, device: str, update: Update, now_s: float) -> bool:
+        """Note an update that is fetched next; returns whether it is so large that it has to wait for its turn."""
+        if size_of(update) < self._worker.large_bytes:
+            return False
+        if self._offered.get(device) != update and now_s < rounds.next_s(self._served.job.rounds):
+            self._offered[device] = update
+        return True
+
+    def deadline_s(self, now_s: float) -> float:
+        """Time of the round's deadline, as long as it lies ahead; then, until which the round waits for who is in time.
+
+        That is whose update is being read, and whose was offered before the deadline and had to wait for its turn to
+        be sent: the deadline is so much later for it.
+        """
+        deadline_s = rounds.next_s(self._served.job.rounds)
+        if self._in_time:
+            return math.inf
+        if now_s < deadline_s or not self._offered:
+            return deadline_s
+        arriving = self._served.arriving
+        self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
+        return deadline_s + max(map(self._executor.held_s, self._offered), default=0.0)
 
     @property
     def _gone(self) -> bool:
@@ -95,7 +148,8 @@ class Beside:
         examining = self._served.job.examining(device, update, profile, now_s, large=large)
         if large:
             self._examining[device] = update
-            if now_s < rounds.next_s(self._served.job.rounds):
+            held_s = self._executor.held_s(device) if self._offered.pop(device, None) == update else 0.0
+            if now_s < rounds.next_s(self._served.job.rounds) + held_s:
                 self._in_time.add(device)
             self._worker.start(examining, partial(self._examined, device, update))
         else:
@@ -147,7 +201,7 @@ class Beside:
             self._summing = True
             self._worker.start(committing, self._committed)
             return False
-        with self._tended():  # a method may compute for longer than a broker waits for a word
+        with self._executor.tended():  # a method may compute for longer than a broker waits for a word
             result = outcome(committing)
         self._committed(result, now_s)
         return True

@@ -28,7 +28,7 @@ class Doing(msgspec.Struct, frozen=True):
 
     job: str
     round: int
-    step: Literal["asked", "working", "sending"]
+    step: Literal["asked", "working", "waiting", "sending"]  # waiting: for its turn to send a large update
     since: float
     fraction: float | None = None  # of the work, 0 to 1; None: not told
 
@@ -113,7 +113,8 @@ def heard(board: Board, message: Wired, at: float) -> Board:
             doing = replace(board.doing, step="working", fraction=message.fraction)
             return replace(board, seen=at, doing=doing)
         case Update() if board.doing is not None and _same(board.doing, message.job, message.round):
-            return replace(board, seen=at, doing=replace(board.doing, step="sending", fraction=None))
+            step = board.doing.step if board.doing.step == "waiting" else "sending"  # it offers the same again
+            return replace(board, seen=at, doing=replace(board.doing, step=step, fraction=None))
         case wire.Installed():
             return replace(board, seen=at, runs=_runs(board.runs, message, at))
         case Telemetry():
@@ -126,6 +127,13 @@ def asked(board: Board, task: Task, at: float) -> Board:
     if board.doing is not None and _same(board.doing, task.job, task.round):
         return board
     return replace(board, doing=Doing(task.job, task.round, "asked", at))
+
+
+def turned(board: Board, waits: bool) -> Board:
+    """The board after its update has had to wait for its turn to be sent, or the turn has come."""
+    if board.doing is None:
+        return board
+    return replace(board, doing=replace(board.doing, step="waiting" if waits else "sending"))
 
 
 def answered(board: Board, ack: wire.Ack, at: float) -> Board:

@@ -91,6 +91,10 @@ class Boards:
         """Note that a board was sent a task."""
         self._put(boards.asked(self._of(device), task, self._clock()), SOON_S)
 
+    def turned(self, device: str, waits: bool) -> None:
+        """Note that a board's update has to wait for its turn, or need not any more."""
+        self._put(boards.turned(self._of(device), waits), SOON_S)
+
     def answered(self, device: str, ack: wire.Ack) -> None:
         """Note that a board was told what became of its update."""
         self._put(boards.answered(self._of(device), ack, self._clock()), SOON_S)
@@ -203,7 +207,10 @@ class NotedLink(OverLink):
 
     def due_s(self, now_s: float) -> float:
         """See `OverLink`; what is known of boards is stored when it is due."""
-        return min(super().due_s(now_s), self._noted.step(now_s))
+        due_s = super().due_s(now_s)
+        for device, waits in self._transfers.queue.take_news().items():
+            self._noted.turned(device, waits)
+        return min(due_s, self._noted.step(now_s))
 
     def send(self, device: str, task: Task, now_s: float) -> None:
         """See `OverLink`."""

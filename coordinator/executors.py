@@ -70,8 +70,19 @@ class Executor(Protocol):
         """Resend a device's task rarely, as it is working on it."""
         ...
 
-    def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
-        """Fetch these blobs from a device, and no others from it; `Arrived` follows."""
+    def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        """Fetch these blobs from a device, as soon as it is its turn, and no others from it; `Arrived` follows."""
+        ...
+
+    def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        """Note how many updates that came in turn wait for the coordinator here, with their size.
+
+        `most_bytes` of these, and of those that devices send, are here at a time, and at least two updates.
+        """
+        ...
+
+    def held_s(self, device: str) -> float:
+        """Seconds for which a device had to wait for its turn; infinite while it does."""
         ...
 
     def answer(self, device: str, ack: wire.Ack) -> None:
@@ -108,11 +119,18 @@ class Executor(Protocol):
 
 
 class WithoutReleases:
-    """Part of an `Executor` whose devices have no agent that could install anything."""
+    """Part of an `Executor` whose devices have no agent that could install anything, and no disk of their own."""
 
     def fds(self) -> Sequence[int]:
         """None: all that happens is known beforehand."""
         return ()
+
+    def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        """Do nothing: an update is on the coordinator's disk as soon as it is made."""
+
+    def held_s(self, device: str) -> float:
+        """0: none waits for its turn."""
+        return 0.0
 
     def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
         """Refuse it.
@@ -221,15 +239,23 @@ class OverLink:
         """Lengthen the interval at which the task is repeated."""
         self._issues.be_patient(device)
 
-    def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
-        """Request the blobs in chunks; transfers of others from this device are cancelled."""
+    def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        """Request the blobs; transfers of others from this device are cancelled."""
         wanted = {ref.sha256: ref for ref in refs}
         for sha256 in self._fetching.pop(device, set()) - wanted.keys():
             self._transfers.cancel(device, sha256)
         if wanted:
             self._fetching[device] = set(wanted)
         for ref in wanted.values():
-            self._transfers.want(device, ref)
+            self._transfers.want(device, ref, in_turn=in_turn)
+
+    def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        """Let whose turn it is send, now or at the next step."""
+        self._transfers.queue.pace(updates, waiting_bytes, most_bytes)
+
+    def held_s(self, device: str) -> float:
+        """See `Executor`."""
+        return self._transfers.queue.held_s(device)
 
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Publish the acknowledgement to the device."""

@@ -125,8 +125,9 @@ class Exposed:
 def _of_boards(known: Sequence[Known], now: float) -> Iterator[Family]:
     online = sum(board.online for board, _ in known)
     working = sum(board.online and board.doing is not None for board, _ in known)
-    counts = {"online": online, "working": working, "offline": len(known) - online}
-    about = "Boards by state; those that work are online too."
+    waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in known)
+    counts = {"online": online, "working": working, "waiting": waiting, "offline": len(known) - online}
+    about = "Boards by state; those that have a task are online too, and those that wait to send its update have one."
     yield Family("fedquilt_boards", "gauge", about, ("state",), [((key,), float(n)) for key, n in counts.items()])
     shown = sorted(known, key=lambda each: each[0].device)[:MOST_BOARDS]
     about = "Boards without samples of their own, as there are too many."

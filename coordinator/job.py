@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from fedquilt import bundle, tensors, tiers
-from fedquilt.coordinator import checks, manifest, mending, plausible, stop, summing, tasks
+from fedquilt.coordinator import checks, encoding, manifest, mending, plausible, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
+from fedquilt.coordinator.encoding import Done, Encoded
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds, Started, apply
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.plan import Plan
@@ -39,20 +40,11 @@ from fedquilt.core import (
     Update,
     UpdateError,
     Work,
-    alike,
     derived,
     expected,
 )
 
 HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
-
-
-class Done(NamedTuple):
-    """End of a round."""
-
-    fact: Committed
-    state: Any  # as it is stored
-    encoded: dict[int, tuple[Tensors, BlobRef]]  # bundles that all devices are sent next, by their identity
 
 
 class Running:
@@ -73,7 +65,7 @@ class Running:
         self.state: Any = None
         self._all_able: tuple[object, Work] | None = None  # fleet at the last look, if the task fitted every device
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
-        self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
+        self._encoded: Encoded = {}  # the last of them
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
         self._held = tasks.held_of(row.job.data)
@@ -320,16 +312,20 @@ class Running:
             settled=rounds.settling,
         )
         del state  # what is stored is loaded instead
-        return self._loaded(fact)
-
-    def _loaded(self, fact: Committed) -> Done:
-        """The fact with the stored state, and with what devices are sent of it where that is known."""
         state = self._load_state(fact.state)
-        if alike(self.method.send) is None or fact.state.size <= mending.WHOLE_BYTES:
-            return Done(fact, state, {})
-        order = self.method.send(state, DeviceView("", None))
-        made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
-        return Done(fact, state, {id(value): (value, summing.stored(self._store.depot, value)) for value in made})
+        return Done(fact, state, encoding.encoded(self.method, state, fact.state, self._store.depot))
+
+    def encoding(self) -> Callable[[], Encoded] | None:
+        """Function for a worker that stores what devices are sent of the state; None: that is small, or not known."""
+        ref = self.rounds.state
+        if ref is None or not self.large or not encoding.known(self.method, ref):
+            return None
+        return partial(encoding.encoded, self.method, self.state, ref, self._store.depot)
+
+    def encoded(self, found: Encoded) -> None:
+        """Use what is stored for the running round's tasks."""
+        self._encoded = found
+        self._sent.update(ref.sha256 for _, ref in found.values())
 
     def spent(self, before: Rounds) -> set[str]:
         """Blobs that only the committed round needed: its updates and sum, what it sent, the state it began with."""
@@ -345,8 +341,7 @@ class Running:
         self.state = done.state
         for held in (self._sent, self._asks, self._orders):
             held.clear()
-        self._encoded = done.encoded
-        self._sent.update(ref.sha256 for _, ref in done.encoded.values())
+        self.encoded(done.encoded)
         self._begin()
 
     def _begin(self) -> None:

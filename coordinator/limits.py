@@ -48,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     submitter: Submitter = Submitter()
     retention: Retention = Retention()
+    waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 
 def load(home: Path) -> Limits:

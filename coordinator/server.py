@@ -122,16 +122,23 @@ class Server:
         self._sweep()
         rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance(now_s)
+        self._pace()
         tell_s = self._tell(now_s)
         if committed or self._worker.ended:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
-        deadline_s = min((serving.next_s() for serving in self._jobs.values()), default=math.inf)
+        deadline_s = min((serving.next_s(now_s) for serving in self._jobs.values()), default=math.inf)
         return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s, rollouts_s, tell_s)
 
     def goodbye(self) -> None:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
         self._worker.close()
         self._executor.close()
+
+    def _pace(self) -> None:
+        """Report to the executor what it has brought of large updates that is not folded yet."""
+        waiting = [serving.summed.waiting for serving in self._jobs.values()]
+        updates, waiting_bytes = sum(count for count, _ in waiting), sum(size for _, size in waiting)
+        self._executor.pace(updates, waiting_bytes, self._limits.waiting_mb * 1e6)
 
     def _tell(self, now_s: float) -> float:
         """Publish the rounds that have changed; returns when to publish the others."""

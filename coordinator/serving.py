@@ -14,10 +14,11 @@ from collections.abc import Set as AbstractSet
 from fedquilt import wire
 from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
 from fedquilt.coordinator.beside import Beside
+from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
-from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.loans import Loans
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.store import Store
@@ -51,8 +52,7 @@ class Desk:
     def withdraw(self, device: str, job: str, now_s: float) -> None:
         """Withdraw a device's task, unless it is another job's, and let a job that waits for the device have it."""
         if not self.loans.take_back(device, job, now_s):
-            fetched = self.fetching.get(device)
-            if fetched is not None and fetched.id == job:
+            if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
                 self.executor.fetch(device, ())
             return
         self.executor.withdraw(device)
@@ -105,7 +105,7 @@ class Serving:
         self._discarded: set[str] = set()  # sha256 of blobs that are dropped next, unless they are in use then
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
-        self._summed = Beside(self, desk.worker, desk.executor.tended, lambda: desk.jobs.get(job.id) is not self)
+        self.summed = Beside(self, desk.worker, desk.executor, lambda: desk.jobs.get(job.id) is not self)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
 
     @property
@@ -118,16 +118,17 @@ class Serving:
         """Devices asked that have not answered."""
         return self.job.rounds.asked
 
-    def next_s(self) -> float:
+    def next_s(self, now_s: float) -> float:
         """Time at which `advance` may do something without an event."""
         late_s = self._late_s if rounds.starting(self.job.rounds) else math.inf
-        return min(math.inf if self._summed.reads else rounds.next_s(self.job.rounds), late_s)
+        return min(self.summed.deadline_s(now_s), late_s)
 
     def begin(self, now_s: float) -> None:
         """Go on where the log ends: open tasks are sent again."""
         self._desk.store.begin(self.id)
         if self.job.rounds.phase in ("stopped", "failed"):
             self.record(facts.Resumed(), now_s)
+        self.summed.encode()
         self.issue_all(now_s)
         self.tell()
 
@@ -231,9 +232,10 @@ class Serving:
                 self._let_go(device, update)
                 self._begun[device] = update
                 self._desk.fetching[device] = self
-                self._desk.executor.fetch(device, update.bundles.values())
+                in_turn = self.summed.offered(device, update, now_s)
+                self._desk.executor.fetch(device, update.bundles.values(), in_turn=in_turn)
             case admission.Examine(device, update):
-                self._summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
+                self.summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
@@ -280,7 +282,7 @@ class Serving:
             return
         profile = desk.registry.profile_of(device)
         # after a restart the profile, which names its engine, may not be here yet
-        if profile is None or not desk.loans.lend(device, self.id, now_s):
+        if profile is None or self.summed.encodes or not desk.loans.lend(device, self.id, now_s):
             return self.unsent.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:
@@ -288,8 +290,7 @@ class Serving:
         except Exception as error:
             return self.fail(error, now_s)
         if task is None:
-            nothing = "the method has nothing for it now"
-            self.record(facts.Declined(job.rounds.round, device, NOTHING, nothing), now_s)
+            self.record(facts.Declined(job.rounds.round, device, NOTHING, "the method has nothing for it now"), now_s)
             return desk.back(device, self.id, now_s)
         try:
             return desk.executor.send(device, task, now_s)
@@ -307,10 +308,10 @@ class Serving:
             most: number of devices that may be asked now.
         """
         job = self.job
-        self._summed.fold()
+        self.summed.fold()
         if job.rounds.phase == "closing":
-            return self._summed.commit(now_s)
-        if self._summed.reads and now_s >= rounds.next_s(job.rounds):
+            return self.summed.commit(now_s)
+        if rounds.next_s(job.rounds) <= now_s < self.summed.deadline_s(now_s):
             return False
         try:
             busy = self._desk.loans.elsewhere(self.id) | left

@@ -62,6 +62,7 @@ class Summing:
         self._folding = self._empty()
         self._read: dict[str, tuple[Update, Contribution]] = {}  # by device, up to READ_BYTES
         self._read_bytes = 0
+        self._unfolded: tuple[Rounds, int, tuple[int, int]] | None = None  # what was counted last, and of what
 
     def require(self, update: Update, *, work: bool, boards: int = 0) -> None:
         """Check what an update says beside its tensors.
@@ -174,15 +175,30 @@ class Summing:
         """Whether an update that counts can be folded now; in the loop, while no call is under way."""
         return "work" in rounds.actions and not self._folding.holds_all(self._ready(rounds))
 
-    def carry_on(self, rounds: Rounds, stored_at: float) -> Folded | None:
-        """Fold what can be, until so much is folded that the sum is stored; returns the fact that it is.
+    def unfolded(self, rounds: Rounds) -> tuple[int, int]:
+        """Number and bytes of updates that could be folded now and are not; in the loop, also during a call."""
+        if "work" not in rounds.actions:
+            return 0, 0
+        known = self._unfolded
+        if rounds.phase == "closing":  # the sum goes into the new state
+            return known[2] if known else (0, 0)
+        if known is None or known[0] is not rounds or known[1] != len(self._folding):
+            stored = rounds.folded.devices if rounds.folded else ()
+            ready, count = self._ready(rounds), len(self._folding)
+            left = [each for device, each in ready.items() if device not in stored and not self._folding.holds(each)]
+            self._unfolded = known = rounds, count, (len(left), sum(map(folding.size_of, left)))
+        return known[2]
 
-        What is left then is folded by the next call, so that no more waits to be dropped than is needed.
+    def carry_on(self, rounds: Rounds, stored_at: float) -> Folded | None:
+        """Fold one update, if one can be, and store the sum if so much is folded; returns the fact that it is.
+
+        What is left is folded by later calls: so the loop learns of each that another can come in its place, and no
+        more waits to be dropped than is needed.
 
         Raises:
             LostUpdateError: an update, or the stored sum with it, is gone or damaged.
         """
-        self._sum(rounds, lambda: self._worth_storing(rounds, stored_at))
+        self._sum(rounds, most=1)
         if not self._worth_storing(rounds, stored_at):
             return None
         folded = [device for device, update in rounds.answered.items() if self._folding.holds(update)]
@@ -238,20 +254,18 @@ class Summing:
         """Updates that the sum may hold already."""
         return {} if self._interleaved(rounds) else folding.ready(rounds, self._exact)
 
-    def _sum(self, rounds: Rounds, enough: Callable[[], bool] = lambda: False) -> None:
+    def _sum(self, rounds: Rounds, most: int | None = None) -> None:
         """Fold what can be and is not yet; anew from the stored sum, or from nothing, where the running one is none.
 
         Args:
             rounds: whose updates they are.
-            enough: asked before each update whether the rest is left for later.
+            most: number of updates, the rest of which are left for later; None: all.
         """
         updates = self._ready(rounds)
         self._folding.gather(updates)
         if not self._folding.fits(updates) or not len(self._folding):
             self._folding = self._begun(rounds)
-        for device in self._folding.left(updates):
-            if enough():
-                return
+        for device in self._folding.left(updates)[:most]:
             known, given = self._read.get(device, (None, None))
             if given is None or known != updates[device]:
                 given = self._streamed(updates[device])

@@ -77,10 +77,8 @@ def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
         weight: factor.
     """
     if array.dtype.kind in "iu":
-        if total is None:
-            return Total((np.array(array),))
-        np.maximum(total.limbs[0], array, out=total.limbs[0])
-        return total
+        largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
+        return _kept((np.array(largest),), total)
     if total is None:
         first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
         return _kept((first, _second(array.shape)))

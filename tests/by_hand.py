@@ -84,11 +84,18 @@ class Hand:
 class Stage:
     """A coordinator, hands, and time that the test moves on."""
 
-    def __init__(self, folder: Path, limits: Limits | None = None, worker: Worker | None = None, **table: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits | None = None,
+        worker: Worker | None = None,
+        model: dict[str, np.ndarray] = MODEL,
+        **table: Any,
+    ) -> None:
         self.folder, self.broker, self.facts, self.worker = folder, MemoryBroker(), [], worker
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
-        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
+        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(model)})
         self.store = Store(folder / "home")
         self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
         self.hands: list[Hand] = []

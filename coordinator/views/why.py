@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from fedquilt.coordinator import cohort, eligibility
+from fedquilt.coordinator.boards import Doing
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -22,6 +23,7 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views.devices import look
 from fedquilt.core import JobError
 
 
@@ -43,7 +45,27 @@ def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
         StoreError: there is no such run, or it cannot be read.
     """
     row = store.job(run)
-    return parts((fact for _, _, fact in store.facts(row.id)), Plan.of(row.job))
+    found = parts((fact for _, _, fact in store.facts(row.id)), Plan.of(row.job))
+    if store.standing(row) == "running":
+        _hold(
+            found,
+            row.id,
+            {each.board.device: doing for each in look(store.home) if (doing := each.board.doing)},
+        )
+    return found
+
+
+def _hold(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Doing]) -> None:
+    """Name the boards whose update waits for its turn to be sent, as their coordinator has noted it."""
+    others = sum(each.step == "sending" for each in doing.values())
+    said = (
+        f"selected; its update waits for its turn to be sent: {others} {'other is' if others == 1 else 'others are'} "
+        "being sent or read, and more do not fit (waiting_mb of limits.toml)"
+    )
+    for device, each in doing.items():
+        part = found.get(each.round, {}).get(device)
+        if (each.job, each.step) == (run, "waiting") and part is not None and part.code == "asked":
+            found[each.round][device] = Part("asked", said)
 
 
 def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:

@@ -4,8 +4,9 @@
 
 An agent publishes "up" and a coordinator "dn"; each asks on `.../<its way>/blob/get` and is answered
 under the other's `.../blob/<sha256>/`. Chunks go unreliably, because lost ones are requested
-again; requests and refusals go reliably. Only chunks are in memory, never a blob: at most
-`budget_bytes` of them queued to be sent, and at most as much requested and not yet written.
+again; requests and refusals go reliably. What is wanted in turn waits in `fedquilt.blobs.queueing`, whatever brings it.
+Only chunks are in memory, never a blob: at most `budget_bytes` of them queued to be sent, and at most as much requested
+and not yet written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.carriers import Carriers
 from fedquilt.blobs.download import PATIENCE_S, Pull
+from fedquilt.blobs.queueing import Queue
 from fedquilt.blobs.sending import HASHED_BYTE_S, Sender
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.streaming import Streaming
@@ -66,6 +68,8 @@ class Transfers:
         self._wanted: dict[Key, BlobRef] = {}
         self._askers: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
         self._waiting: dict[Key, None] = {}  # in order
+        self.queue = Queue()  # of devices whose blobs come in turn
+        self._held: dict[str, dict[Key, None]] = {}  # device that waits for its turn -> keys of these blobs, in order
         self._pulls: dict[Key, Pull] = {}  # begun, some of them parked
         self._open: dict[Key, Pull] = {}  # active, the longest without a request first
         self._done: list[tuple[str, str, str | None]] = []
@@ -84,8 +88,8 @@ class Transfers:
         """File descriptors that are readable when a transfer beside the link has ended."""
         return self._streaming.fds()
 
-    def want(self, device: str, ref: BlobRef) -> None:
-        """Fetch a blob from a device (an agent names itself); `take_done` reports its arrival."""
+    def want(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
+        """Fetch a blob from a device (an agent names itself), perhaps in its turn; `take_done` reports its arrival."""
         key = (device, ref.sha256)
         if key in self._wanted:
             return
@@ -93,6 +97,8 @@ class Transfers:
         self._askers.setdefault(ref.sha256, {})[key] = None
         if self._depot.has(ref):
             self._end(key, None)
+        elif in_turn and not self.queue.join(device, ref.sha256, ref.size):
+            self._held.setdefault(device, {})[key] = None
         else:
             self._waiting[key] = None
 
@@ -224,6 +230,11 @@ class Transfers:
         places: tuple[dict[Key, Any], ...] = (self._wanted, self._waiting, self._pulls, self._open)
         for place in places:
             place.pop(key, None)
+        self.queue.leave(*key)
+        if key in (held := self._held.get(key[0], {})):
+            del held[key]
+            if not held:
+                del self._held[key[0]]
         askers = self._askers.get(key[1], {})
         askers.pop(key, None)
         if not askers:
@@ -265,6 +276,8 @@ class Transfers:
             self._session = self._link.session
             for pull in self._pulls.values():
                 pull.reconnected(chunk, now_s)
+        for device in self.queue.begin(now_s):
+            self._waiting |= self._held.pop(device)
         if not self._waiting or len(self._open) >= _MANY:
             return
         under_way = {sha256 for _, sha256 in self._open}
@@ -283,19 +296,20 @@ class Transfers:
 
     def _request(self, now_s: float) -> bool:
         """Request as many chunks as there is room for; True: a download has given its place to another."""
-        outstanding_bytes = sum(pull.outstanding_bytes for pull in self._open.values())
-        left = False
+        outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
+            if key not in self._open:
+                continue  # another blob of its device has stalled
             before_bytes, backoff = pull.outstanding_bytes, pull.backoff
             room_bytes = max(self._budget_bytes - outstanding_bytes, 0 if outstanding_bytes else pull.chunk)
             requests = pull.requests(now_s, room_bytes)
             if pull.failed is not None:
                 self._end(key, pull.failed)
                 left = True
-            elif pull.backoff > backoff and self._waiting:
-                self._open.pop(key).park(now_s)
-                self._waiting[key] = None
-                left = True
+            elif pull.backoff > backoff and (stalled := self._gives_way(key)):
+                self._park(stalled, now_s)
+                outstanding_bytes, left = self._outstanding_bytes, True
+                continue
             else:
                 for request in requests:
                     self._publish(key[0], "blob/get", request)
@@ -303,6 +317,30 @@ class Transfers:
                     self._open[key] = self._open.pop(key)
             outstanding_bytes += pull.outstanding_bytes - before_bytes
         return left
+
+    @property
+    def _outstanding_bytes(self) -> int:
+        return sum(pull.outstanding_bytes for pull in self._open.values())
+
+    def _gives_way(self, key: Key) -> list[Key]:
+        """Blobs that others go before, now that this one's download stalls: all of its device, if they come in turn."""
+        if not self._waiting and not self.queue:
+            return []
+        if not self.queue.has(*key):
+            return [key]
+        found = [(key[0], sha256) for sha256 in self.queue.of(key[0])]
+        return [] if any(each in self._open and self._open[each].held for each in found) else found
+
+    def _park(self, keys: Sequence[Key], now_s: float) -> None:
+        for key in keys:
+            if (pull := self._open.pop(key, None)) is not None:
+                pull.park(now_s)
+            self._waiting.pop(key, None)
+        if self.queue.has(*keys[0]):
+            self.queue.stall(keys[0][0], now_s)
+            self._held[keys[0][0]] = dict.fromkeys(keys)
+        else:
+            self._waiting |= dict.fromkeys(keys)
 
     def _publish(self, device: str, leaf: str, message: Wired) -> None:
         self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))

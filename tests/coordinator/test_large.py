@@ -11,11 +11,21 @@ from typing import Any
 
 import pytest
 from by_hand import Stage, ones
-from waiting import until
 
 from fedquilt import compression, tensors, wire
 from fedquilt.coordinator import mending, summing
-from fedquilt.coordinator.facts import Answered, AnyFact, Closed, Committed, Declined, Ended, Folded, Lost, Rejected
+from fedquilt.coordinator.facts import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Ended,
+    Folded,
+    Lost,
+    Rejected,
+)
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.summing import Summing
 from fedquilt.coordinator.worker import Here, Thread
@@ -51,6 +61,13 @@ def played(folder: Path, order: str, worker: Here | None, **table: Any) -> Stage
         hands[name].answer(ones(VALUES[name]))
         stage.play()
     return stage
+
+
+def settle(stage: Stage) -> None:
+    """Wait for the thread, and take its results."""
+    while stage.worker is not None and not stage.worker.idle:
+        select.select(stage.worker.fds(), (), (), 60)
+        stage.server.step(stage.broker.now_s)
 
 
 def states(stage: Stage) -> list[str]:
@@ -196,25 +213,21 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
     stage = Stage(tmp_path, worker=worker, rounds=2, cohort={**COHORT, "quorum": 0.5, "deadline_s": 20.0})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
-
-    def settle() -> None:
-        while not worker.idle:
-            select.select(worker.fds(), (), (), 60)
-            stage.server.step(stage.broker.now_s)
-
+    settle(stage)
+    stage.play()
     for name in "ab":
         hands[name].answer(ones(1.0))
         stage.play()
-        settle()
+        settle(stage)
     worker.start(lambda: gate.wait(60), lambda result, now_s: None)
     hands["c"].answer(ones(2.0))
     stage.play(25.0)
     assert stage.broker.now_s > 20.0
     assert not stage.told(Closed)
     gate.set()
-    settle()
+    settle(stage)
     stage.play()
-    settle()
+    settle(stage)
     assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b", "c"]
     assert len(stage.told(Committed)) == 1
     assert not stage.told(Ended)
@@ -226,6 +239,8 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
     worker, gate = Thread(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     hand = stage.hand("a")
+    stage.play()
+    settle(stage)
     stage.play()
     worker.start(lambda: gate.wait(60), lambda result, now_s: None)
     update = hand.answer(ones(1.0))
@@ -250,6 +265,8 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
     worker, gate = Thread(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
     hand, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    settle(stage)
     stage.play()
     worker.start(lambda: gate.wait(60), lambda result, now_s: None)
     update = hand.answer(ones(1.0))
@@ -282,6 +299,41 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     assert stage.store.depot.has(ref)
 
 
+def test_what_devices_are_sent_is_stored_by_the_worker_before_they_have_tasks(tmp_path: Path) -> None:
+    """Also after a restart in mid-round; the blob is the one that the loop would store."""
+    worker = Slow()
+    stage = played(tmp_path, "", worker)
+    assert [type(fact) for fact in stage.facts].count(Asked) == 1
+    assert not any(hand.tasks for hand in stage.hands)
+    worker.go_on()
+    stage.play()
+    calm = played(tmp_path / "calm", "", None)
+    sent = {hand.tasks[-1].bundles["model"] for each in (stage, calm) for hand in each.hands if hand.tasks[-1]}
+    assert len(sent) == 1
+    stage.worker = Slow()
+    stage.restart()
+    stage.play()
+    assert len(stage.worker.begun) == 1
+    stage.worker.go_on()
+    stage.play()
+    assert {hand.tasks[-1].epoch for hand in stage.hands if hand.tasks[-1]} == {stage.store.epoch}
+    assert stage.store.depot.has(sent.pop())
+
+
+def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker meets it first."""
+
+    def fails(*given: object) -> None:
+        raise ValueError("no such layer")
+
+    worker = Slow()
+    stage = played(tmp_path, "", worker)
+    monkeypatch.setattr(summing, "stored", fails)
+    worker.go_on()
+    stage.play()
+    assert [fact.reason for fact in stage.told(Ended)] == ["ValueError: no such layer"]
+
+
 class Slow(Here):
     """A worker that carries out a piece when the test says so."""
 
@@ -301,6 +353,8 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
     """What is dropped of the one is what the other has left to fold."""
     worker = Slow()
     stage = played(tmp_path, "", worker)
+    worker.go_on()  # what they are sent is stored
+    stage.play()
     for hand in stage.hands[:2]:
         hand.answer(ones(1.0))
     for _ in range(4):  # read a, read b, fold a, fold b
@@ -311,66 +365,13 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
     assert not stage.told(Lost)
 
 
-def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
-    """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
-    worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()
-    assert worker.idle
-    assert not worker.fds()
-
-    def fails() -> int:
-        raise StoreError("the disk is full")
-
-    worker.start(lambda: gate.wait(60), lambda result, now_s: told.append(result()))
-    worker.start(fails, lambda result, now_s: told.append(result))
-    assert not worker.finish(0.0)
-    assert (worker.idle, told) == (False, [])
-    gate.set()
-    while not worker.idle:
-        select.select(worker.fds(), (), (), 60)
-        worker.finish(0.0)
-    assert told[0] is True
-    with pytest.raises(StoreError, match="the disk is full"):
-        told[1]()  # type: ignore[operator]
-    worker.close()
-
-
-def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
-    """A coordinator that is to end waits for the piece under way, and not for all that are left."""
-    worker, gate, ran = Thread(large_bytes=1), threading.Event(), list[str]()
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
-    worker.start(lambda: ran.append("next"), lambda result, now_s: None)
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    until(lambda: worker._closed, "the worker is told to end")
-    gate.set()
-    closing.join()
-    assert ran == []
-
-
-def test_leftovers_are_swept_when_the_worker_has_nothing_in_hand(tmp_path: Path) -> None:
-    """What it has stored may be named by no fact yet."""
-    worker = Thread(large_bytes=0)
-    gate = threading.Event()
-    stage = Stage(tmp_path, worker=worker)
-    left = stage.store.depot.put(b"nobody's")
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
-    stage.hand("a")
-    stage.play()
-    assert stage.store.depot.has(left)
-    gate.set()
-    while not worker.idle:
-        select.select(worker.fds(), (), (), 60)
-        stage.server.step(stage.broker.now_s)
-    stage.play()
-    assert not stage.store.depot.has(left)
-    worker.close()
-
-
 def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) -> None:
     """Updates that came while others were read are folded and dropped a few at a time, not all folded first."""
     worker = Slow()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
     hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    worker.go_on()  # what they are sent is stored
     stage.play()
     for hand in hands[:3]:
         hand.answer(ones(1.0))

@@ -348,3 +348,29 @@ def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.
         begun[number]()
         found += ways.take_ended()
     assert found == ends
+
+
+def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever places there are: two boards put by HTTP, and the third only once theirs is worked on."""
+    pair = Pair(tmp_path, "x", "y", "z")
+    named: list[str] = []
+    accepts = pair.places.accepts
+
+    def noted(device: str, intake: Intake) -> tuple[Source, ...]:
+        named.append(device)
+        return accepts(device, intake)
+
+    monkeypatch.setattr(pair.places, "accepts", noted)
+    coordinator = pair.coordinator.transfers
+    for number, (name, board) in enumerate(pair.boards.items()):
+        coordinator.want(name, board.depot.put(noise(MB, number)), in_turn=True)
+    pair.play(lambda: len(pair.coordinator.errors) == 2)
+    assert sorted(named) == ["x", "y"]
+    coordinator.queue.pace(2, 2 * MB, 0.0)
+    coordinator.step(pair.broker.now_s)
+    assert coordinator.queue
+    coordinator.queue.pace(1, MB, 0.0)
+    pair.play(lambda: len(pair.coordinator.errors) == 3)
+    assert set(pair.coordinator.errors.values()) == {None}
+    assert (named[2:], pair.broker.chunks) == (["z"], 0)
+    pair.close()

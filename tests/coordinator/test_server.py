@@ -14,6 +14,7 @@ import pytest
 from by_hand import Stage, ones
 
 from fedquilt import tensors, wire
+from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.facts import (
     Answered,
     Asked,
@@ -21,7 +22,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
 )
-from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import why
 from fedquilt.core import DeviceView, Order, Profile

@@ -73,6 +73,18 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> Non
     assert np.array_equal(found.total["b"].value(), 3 * ONES)
 
 
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """The largest is kept, also of a number without axes, in the type of the first."""
+    total = None
+    with exact.laid(Scratch(tmp_path, least=1)):
+        for value in (3, 7, 5):
+            total = exact.add(total, np.full(shape, value, np.int64))
+    assert total is not None
+    assert isinstance(total.limbs[0], OnDisk)
+    assert (total.value().dtype, total.value().tolist()) == (np.dtype(np.int64), np.full(shape, 7).tolist())
+
+
 def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:
     """A sum that is added to a thousand times is as long as one."""
     room = Scratch(tmp_path, least=1)

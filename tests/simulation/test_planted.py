@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from fedquilt.blobs import chunks
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import admission
+from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.facts import AnyFact, Committed, Rounds
 from fedquilt.coordinator.folding import Folding
-from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
 from fedquilt.coordinator.serving import Serving
 from fedquilt.core import BlobRef

@@ -24,7 +24,9 @@ import psutil
 
 from fedquilt import bundle, methods, tensors, wire
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import STORED_AT
 from fedquilt.core import Contribution, JobError, LinkError
 from fedquilt.tools.bench import coordinator as processes
 from fedquilt.tools.bench.protocol_boards import CHUNK, FLEET, Moved, weight
@@ -63,6 +65,8 @@ def measure(updates: int = UPDATES) -> dict[str, Any]:
         "longest_pause_with_scaffold": figure(scaffold["pause_s"], MOST_PAUSE_S, "s"),
         "peak_with_scaffold": figure(scaffold["peak_mb"], MOST_OVER_FEDAVG * MOST_MB, "MB"),
         "peak_with_scaffold_over_fedavg": figure(scaffold["peak_mb"] / fedavg["peak_mb"], MOST_OVER_FEDAVG, "times"),
+        "on_the_disk_with_fedavg": figure(fedavg["disk_mb"], fedavg["most_disk_mb"], "MB"),
+        "on_the_disk_with_scaffold": figure(scaffold["disk_mb"], scaffold["most_disk_mb"], "MB"),
     }
     return {
         "bench": "large",
@@ -121,7 +125,7 @@ def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
 def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, processes.processes() as start:
         home = Path(folder)
-        bare_s = _bare_s(home, method, model)
+        bare_s, most_disk_mb = _bare(home, method, model)
         run = _queued(home, method, count, model)
         port = processes.free_port()
         start([mosquitto, "-c", processes.configured(home, port)])
@@ -151,6 +155,7 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
         "start_pause_s": round(start_pause_s, 3),
         "answers_to_questions": watched.answers,
         "disk_mb": round(watched.disk_bytes / 1e6, 1),
+        "most_disk_mb": round(most_disk_mb, 1),
         "round_s": round(round_s, 1),
         "update_s": round(used_s / count, 3),
         "bare_s": round(bare_s, 3),
@@ -261,8 +266,13 @@ def _sizes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
 # -- the bare fold --------------------------------------------------------------------------------
 
 
-def _bare_s(home: Path, method: str, model: bytes) -> float:
-    """Seconds of processor time in which an update is read, hashed, decoded and folded, and nothing else."""
+def _bare(home: Path, method: str, model: bytes) -> tuple[float, float]:
+    """Bare fold of an update: it is read, hashed, decoded and folded, and nothing else.
+
+    Returns its seconds of processor time, and the MB that a round may take on the disk, however many updates come:
+    those that wait; those in the running sum until that is stored; the sum, the stored one and the next; the model, and
+    three states, as one is sent while another is made.
+    """
     found = methods.load(method)
     made = bundle.write(home / "bare", {"network": {"name": "resnet50"}, "flops": 1000}, {"model": model})
     state = found.init(made, found.params(), 0)
@@ -277,4 +287,7 @@ def _bare_s(home: Path, method: str, model: bytes) -> float:
         metrics = {"steps": 10.0, "new": 1.0}
         given = Contribution(f"board-{number}", 0, weight(method), metrics, {"model": tensors.decode(payload)})
         total = found.fold(state, total, given)
-    return (time.process_time() - begun_s) / BARE
+    bare_s = (time.process_time() - begun_s) / BARE
+    sum_bytes, state_bytes = (tensors.total_bytes([tensors.parts(each)[0]]) for each in (total, state))
+    most_bytes = (STORED_AT + 3) * sum_bytes + 3 * state_bytes + len(model)
+    return bare_s, Limits().waiting_mb + most_bytes / 1e6

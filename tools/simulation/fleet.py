@@ -214,7 +214,7 @@ class SimulatedFleet(WithoutReleases):
     def be_patient(self, device: str) -> None:
         """Do nothing: no message is lost, so none is repeated."""
 
-    def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
+    def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         """Report the blobs as arrived: devices put them into this depot."""
         lost = [ref.sha256 for ref in refs if not self.depot.has(ref)]
         self._heard.append(Arrived(device, f"blob {lost[0][:12]} is gone from {self.depot.folder}" if lost else None))

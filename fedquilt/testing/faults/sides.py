@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Folded, Rounds, apply
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.snapshots import Standing
@@ -36,6 +37,7 @@ T = TypeVar("T")
 
 FLEET: Final = "sim"
 WORK_S: Final = 1.0  # of a task
+FEW: Final = Limits(waiting_mb=0)  # large updates: two at a time, so that boards wait for their turn
 AGAIN_S: Final = 5.0  # until a process that ended by an error is started again
 AT_ONCE_MOST: Final = 20  # steps within a moment that ask for another one; working processes have made three
 MOMENT_S: Final = 0.001  # shorter than a message's way
@@ -237,7 +239,7 @@ class CoordinatorSide(Side):
         link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         self._worker = Beside(self._beside_s, lambda: self.broker.now_s)
-        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0, worker=self._worker)
+        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0, limits=FEW, worker=self._worker)
 
     def step(self, now_s: float) -> None:
         """See `Side`; also when the worker has done something."""

@@ -23,7 +23,7 @@ export function page(place, { again, ask }) {
   }));
   const { made: list, body, cells } = table("boards", sorts, "cards fleet");
   const grid = h("ul", { class: "grid", "aria-label": "boards" });
-  const keys = h("ul", { class: "keys" }, ["working", "asked", "sending", "idle", "offline"].map((name) => h("li", {}, state(name))), h("li", {}, h("span", { class: "state refused" }, "has refused")));
+  const keys = h("ul", { class: "keys" }, ["working", "asked", "waiting", "sending", "idle", "offline"].map((name) => h("li", {}, state(name))), h("li", {}, h("span", { class: "state refused" }, "has refused")));
   const pages = pager((step) => { remember({ page: String(Number(query.get("page") || 1) + step) }); again(); });
   const empty = h("p", { class: "none", hidden: true });
   place.append(

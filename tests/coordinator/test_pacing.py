@@ -1,0 +1,335 @@
+"""Large updates wait for their turn to be sent: what that keeps off the disk, and what it does not change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from by_hand import MODEL, Hand, Stage
+
+from fedquilt import wire
+from fedquilt.coordinator import mending, summing
+from fedquilt.coordinator.boards_link import Boards, NotedLink
+from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Lost
+from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import devices, why
+from fedquilt.coordinator.worker import Here
+from fedquilt.on_disk import Scratch
+
+NORMED = {
+    **MODEL,
+    "2.running_mean": np.zeros(2, np.float32),
+    "2.running_var": np.ones(2, np.float32),
+    "2.num_batches_tracked": np.array(0),
+}  # of a batch norm: what it has seen, and a number without axes
+TIGHT = Limits(waiting_mb=0)  # two updates at a time
+COHORT = {"start_devices": 6, "quorum": 0.5, "deadline_s": 20.0}
+
+
+@pytest.fixture(autouse=True)
+def laid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of any size lie on the disk."""
+    monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
+    for module in (mending, summing):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+
+
+class Slow(Here):
+    """A worker that carries out a piece when the test says so; a sum is stored with each update."""
+
+    def __init__(self) -> None:
+        super().__init__(large_bytes=0)
+        self.stored_at = 0.0
+        self.begun: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return super().idle and not self.begun
+
+    def start(self, piece: Any, then: Any) -> None:
+        self.begun.append((piece, then))
+
+    def go_on(self) -> None:
+        super().start(*self.begun.popleft())
+
+
+class Paced(Stage):
+    """Six boards, whose updates have to be folded by the test."""
+
+    worker: Slow
+
+    def __init__(self, folder: Path, limits: Limits = TIGHT, names: str = "abcdef", **table: Any) -> None:
+        super().__init__(folder, limits, Slow(), NORMED, **{"cohort": COHORT, **table})
+        self.by_name = {name: self.hand(name) for name in names}
+        self.play()
+        self.worker.go_on()  # what they are sent is stored
+        self.play()
+        assert all(hand.tasks for hand in self.hands)
+
+    def answer(self, names: str) -> None:
+        """These boards offer their updates, each a different one."""
+        for name in names:
+            self.by_name[name].answer(moved(name))
+            self.play(0.1)
+
+    def die(self, name: str) -> None:
+        """A board hears and says nothing any more."""
+        self.hands.remove(self.by_name[name])
+
+    @property
+    def here(self) -> set[str]:
+        """Boards whose update is on the disk, or in part."""
+        found = {path.name.split(".")[0] for path in self.store.depot.folder.rglob("*")}
+        return {name for name, hand in self.by_name.items() if found & {path.name for path in files(hand)}}
+
+    def work(self, seconds: float = 60.0, most: int = 2) -> None:
+        """Let the worker do a piece twice a second, until nothing is left to do; never more is here than may be."""
+        until_s = self.broker.now_s + seconds
+        while self.broker.now_s < until_s:
+            if self.worker.begun:
+                self.worker.go_on()
+            self.play(0.5)
+            assert len(self.unfolded) <= most
+
+    @property
+    def unfolded(self) -> set[str]:
+        folded = self.told(Folded)[-1].devices if self.told(Folded) else ()
+        return self.here - set(folded)
+
+    @property
+    def answered(self) -> list[str]:
+        return [fact.update.device for fact in self.told(Answered)]
+
+    @property
+    def states(self) -> list[str]:
+        return [fact.state.sha256 for fact in self.told(Committed)]
+
+
+def files(hand: Hand) -> list[Path]:
+    return [path for path in hand.depot.folder.iterdir() if len(path.name) == 64]
+
+
+def moved(name: str) -> dict[str, np.ndarray]:
+    """An update of a board: all numbers are others than those of any other board."""
+    by = 1.0 + 0.1 * ord(name)
+    return {key: (array + by).astype(array.dtype) for key, array in NORMED.items()}
+
+
+def calm(folder: Path, names: Sequence[str]) -> list[str]:
+    """States that the updates of these boards come to, in a coordinator that folds in its loop."""
+    stage = Stage(folder, model=NORMED, cohort={**COHORT, "start_devices": len(names)})
+    hands = {name: stage.hand(name) for name in names}
+    stage.play()
+    for name in names:
+        hands[name].answer(moved(name))
+    stage.play()
+    return [fact.state.sha256 for fact in stage.told(Committed)]
+
+
+def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path: Path) -> None:
+    """All six are counted in the order of their offers, with the bits of a coordinator that fetches all at once."""
+    stage = Paced(tmp_path / "paced")
+    stage.answer("fbdaec")
+    stage.play(5.0)
+    assert stage.here == {"f", "b"}
+    stage.work(15.0)
+    assert stage.answered == list("fbdaec")
+    assert stage.states == calm(tmp_path / "calm", "abcdef")
+
+
+def test_who_waits_is_asked_for_nothing_and_offers_again_without_losing_its_place(tmp_path: Path) -> None:
+    """Its repeated offers, and a claim or presence between them, change nothing."""
+    stage = Paced(tmp_path)
+    stage.answer("abc")
+    update = stage.by_name["d"].answer(moved("d"))
+    for _ in range(3):
+        stage.play()
+        stage.by_name["c"].answer(moved("c"))
+        stage.by_name["d"].say("update", update)
+        stage.by_name["d"].say("presence", wire.Presence(online=True, boot="1"), retain=True)
+    stage.play()
+    assert stage.here == {"a", "b"}
+    assert [stage.by_name[name].transfers.traffic_bytes(name, "up") for name in "cd"] == [0, 0]
+    stage.work(10.0)
+    assert stage.answered == list("abcd")
+
+
+def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_path: Path) -> None:
+    """Two of six die: one sends, one waits. The others are in before the deadline, which is kept."""
+    stage = Paced(tmp_path / "paced")
+    stage.by_name["a"].answer(moved("a"))
+    stage.die("a")
+    stage.answer("bcdef")
+    stage.die("d")
+    stage.work(16.0)
+    assert stage.answered == list("bcef")
+    assert not stage.told(Closed)
+    stage.work(8.0)
+    assert stage.broker.now_s < 30.0
+    assert stage.states == calm(tmp_path / "calm", "bcef")
+
+
+def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -> None:
+    """The worker does nothing until 6 s after it: all six count, in one attempt."""
+    stage = Paced(tmp_path / "paced")
+    stage.answer("abcdef")
+    stage.play(24.0)
+    assert stage.broker.now_s > 25.0
+    assert stage.here == {"a", "b"}
+    assert not stage.told(Closed)
+    stage.work(20.0)
+    assert stage.answered == list("abcdef")
+    assert stage.states == calm(tmp_path / "calm", "abcdef")
+
+
+def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) -> None:
+    """It waits behind the others; once those are read the round closes, with a quorum."""
+    stage = Paced(tmp_path)
+    stage.answer("abcd")
+    stage.play(20.0)
+    assert not stage.told(Closed)
+    stage.answer("e")
+    while "d" not in stage.answered:
+        assert not stage.told(Closed)
+        stage.work(0.5)
+    assert stage.told(Closed)
+    assert stage.answered == list("abcd")
+
+
+def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_path: Path) -> None:
+    """It offered 20 s before the deadline and its turn comes after that: the deadline is as much later for it."""
+    stage = Paced(tmp_path)
+    stage.answer("abcde")
+    stage.die("e")
+    stage.play(22.0)
+    stage.work(14.0)
+    assert stage.answered == list("abcd")
+    assert not stage.told(Closed)
+    until_s = stage.broker.now_s + 15.0
+    stage.work(15.0)
+    assert [fact.round for fact in stage.told(Closed)] == [0]
+    assert stage.broker.now_s <= until_s + 1.0
+    assert stage.dues[-1][1] > stage.dues[-1][0]
+
+
+def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path: Path) -> None:
+    """It sleeps until something comes, or the store is looked at."""
+    stage = Paced(tmp_path)
+    stage.answer("abcd")
+    stage.play(24.0)
+    assert all(due_s > now_s for now_s, due_s, _ in stage.dues[-20:])
+
+
+@pytest.mark.parametrize("pieces", range(9))
+def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(tmp_path: Path, pieces: int) -> None:
+    """After any number of the worker's pieces; boards offer again to its next start, and nobody works twice."""
+    stage = Paced(tmp_path / "paced")
+    stage.answer("fbdaec")
+    for _ in range(pieces):
+        stage.play(0.5)
+        stage.worker.go_on()
+    stage.play(0.3)
+    stage.worker = Slow()
+    stage.restart()
+    stage.play()
+    if stage.worker.begun:  # it is stored again
+        stage.worker.go_on()
+    stage.play()
+    counted = set(stage.answered)
+    stage.answer("".join(name for name in "fbdaec" if name not in counted))
+    stage.work(15.0)
+    assert sorted(stage.answered) == list("abcdef")
+    assert not stage.told(Lost)
+    assert stage.states == calm(tmp_path / "calm", "abcdef")
+    assert {fact.status for fact in stage.told(Ended)} == {"done"}
+
+
+def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path: Path) -> None:
+    """Though two wait to be folded, and no sum is stored: one is folded, and one more comes."""
+    stage = Paced(tmp_path)
+    stage.worker.stored_at = 1e9
+    stage.answer("abcd")
+    stage.play()
+    for _ in range(2):  # both are read
+        stage.worker.go_on()
+    stage.play()
+    assert (stage.answered, stage.here) == (["a", "b"], {"a", "b"})
+    stage.worker.go_on()
+    stage.play()
+    assert stage.here == {"a", "b", "c"}
+
+
+def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) -> None:
+    """Its updates are gone from the disk; the worker has not read the sum yet."""
+    stage = Paced(tmp_path)
+    stage.answer("abc")
+    stage.work(10.0)
+    assert stage.told(Folded)[-1].devices == ("a", "b", "c")
+    stage.worker = Slow()
+    stage.restart()
+    stage.play()
+    stage.worker.go_on()
+    stage.play()
+    stage.answer("de")
+    stage.play()
+    assert stage.here == {"d", "e"}
+
+
+def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tmp_path: Path) -> None:
+    """What the worker cannot fold before others have come takes no place of theirs."""
+    stage = Paced(tmp_path, method="robust")
+    stage.answer("fbdaec")
+    stage.work(20.0, most=6)
+    assert stage.answered == list("fbdaec")
+    assert len(stage.states) == 1
+
+
+def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) -> None:
+    """Two of six suffice: the four that wait or send are asked for nothing, and the next round begins anew."""
+    stage = Paced(tmp_path, rounds=2, cohort={**COHORT, "size": 2, "over_select": 2.0})
+    stage.answer("abcdef")
+    stage.work(3.0)
+    assert stage.answered == list("ab")
+    assert len(stage.states) == 1
+    assert not stage.executor._transfers.queue
+    assert sum(hand.transfers.traffic_bytes(name, "up") for name, hand in stage.by_name.items() if name in "ef") == 0
+
+
+class Noted(Paced):
+    """What boards do is noted, as `fedquilt serve` does."""
+
+    def start(self) -> None:
+        assert self.store.lock()
+        self.link = self.broker.connect()
+        noted = Boards(self.store.home)
+        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.next_epoch(), noted)
+        self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
+
+    def told_of(self, device: str) -> str:
+        return why.lines(why.of(self.store, self.job), 0, device)[0]
+
+
+def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it offers again; not after its turn has come, and not in a home that no coordinator serves."""
+    stage = Noted(tmp_path)
+    stage.answer("abcd")
+    stage.by_name["c"].answer(moved("c"))
+    stage.play(2.0)
+    states = {each.board.device: each.state for each in devices.look(stage.store.home)}
+    assert states == {"a": "sending", "b": "sending", "c": "waiting", "d": "waiting", "e": "asked", "f": "asked"}
+    assert "waits for its turn to be sent: 2 others are being sent or read" in stage.told_of("c")
+    assert stage.told_of("a") == stage.told_of("e") == "round 0: selected"
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "served", lambda store: False)
+        assert stage.told_of("c") == "round 0: selected"
+    stage.work(10.0)
+    assert stage.told_of("c") == "round 0: update received"

@@ -1,0 +1,75 @@
+"""Agents on virtual time that send their updates in turn: a network with batch norm, and the bits without turns."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import Answered, Committed
+from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Here
+from fedquilt.methods import fedavg
+from fedquilt.testing.toys import pictures
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.simulation import agents
+
+pytest.importorskip("torch")
+
+NETWORK = {"name": "residual", "channels": 1, "classes": 10, "width": 4, "seed": 0}
+
+
+class Watched(Server):
+    """A coordinator that folds beside its loop, and two of whose boards send at a time."""
+
+    most_here = 0  # updates at once that were sent or not folded
+    waited = False
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, worker=Here(large_bytes=0), limits=Limits(waiting_mb=0), **more)
+
+    def step(self, now_s: float) -> float:
+        due_s = super().step(now_s)
+        queue = self._executor._transfers.queue  # type: ignore[attr-defined]
+        Watched.waited = Watched.waited or bool(queue)
+        Watched.most_here = max(Watched.most_here, queue._here + len(queue._sends))
+        return due_s
+
+
+def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
+    """States that a run of six boards came to, and the last one's model."""
+    table = {
+        "name": "j",
+        "method": "fedavg",
+        "rounds": 2,
+        "params": {"batch": 8},
+        "fleet": {"devices": 6},
+        "data": {"path": str(data), "held": 0.2},
+    }
+    plan = agents.Plan(settings.parse(table), bundle, folder)
+    run, ended = agents.virtually(plan)
+    assert ended == "done"
+    with Store(plan.home) as store:
+        facts = [fact for _, _, fact in store.facts(run)]
+        found = [fact.state for fact in facts if isinstance(fact, Committed)]
+        assert sum(isinstance(fact, Answered) for fact in facts) == 6 * len(found)
+        path = store.depot.path(found[-1].sha256)
+        assert path is not None
+        return [ref.sha256 for ref in found], tensors.unpack(path.read_bytes(), fedavg.State).model
+
+
+def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the worker: the model has running means, and numbers without axes."""
+    data = pictures(tmp_path / "data.npz", 8)
+    prepare.prepare({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
+    calm, model = played(tmp_path / "calm", tmp_path / "bundle", data)
+    assert {array.ndim for name, array in model.items() if name.endswith("num_batches_tracked")} == {0}
+    monkeypatch.setattr(agents, "Server", partial(Watched))
+    assert played(tmp_path / "paced", tmp_path / "bundle", data)[0] == calm
+    assert (Watched.waited, Watched.most_here) == (True, 2)

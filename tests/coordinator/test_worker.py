@@ -1,0 +1,69 @@
+"""Work beside the coordinator's loop: pieces in order, and what follows from them."""
+
+from __future__ import annotations
+
+import select
+import threading
+from pathlib import Path
+
+import pytest
+from by_hand import Stage
+from waiting import until
+
+from fedquilt.coordinator.worker import Thread
+from fedquilt.core import StoreError
+
+
+def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
+    """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
+    worker, gate, told = Thread(large_bytes=1), threading.Event(), list[object]()
+    assert worker.idle
+    assert not worker.fds()
+
+    def fails() -> int:
+        raise StoreError("the disk is full")
+
+    worker.start(lambda: gate.wait(60), lambda result, now_s: told.append(result()))
+    worker.start(fails, lambda result, now_s: told.append(result))
+    assert not worker.finish(0.0)
+    assert (worker.idle, told) == (False, [])
+    gate.set()
+    while not worker.idle:
+        select.select(worker.fds(), (), (), 60)
+        worker.finish(0.0)
+    assert told[0] is True
+    with pytest.raises(StoreError, match="the disk is full"):
+        told[1]()  # type: ignore[operator]
+    worker.close()
+
+
+def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
+    """A coordinator that is to end waits for the piece under way, and not for all that are left."""
+    worker, gate, ran = Thread(large_bytes=1), threading.Event(), list[str]()
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    worker.start(lambda: ran.append("next"), lambda result, now_s: None)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    until(lambda: worker._closed, "the worker is told to end")
+    gate.set()
+    closing.join()
+    assert ran == []
+
+
+def test_leftovers_are_swept_when_the_worker_has_nothing_in_hand(tmp_path: Path) -> None:
+    """What it has stored may be named by no fact yet."""
+    worker = Thread(large_bytes=0)
+    gate = threading.Event()
+    stage = Stage(tmp_path, worker=worker)
+    left = stage.store.depot.put(b"nobody's")
+    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    stage.hand("a")
+    stage.play()
+    assert stage.store.depot.has(left)
+    gate.set()
+    while not worker.idle:
+        select.select(worker.fds(), (), (), 60)
+        stage.server.step(stage.broker.now_s)
+    stage.play()
+    assert not stage.store.depot.has(left)
+    worker.close()
