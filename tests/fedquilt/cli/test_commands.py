@@ -16,7 +16,8 @@ from waiting import until
 import fedquilt.cli
 from command_lines import parsed
 from fedquilt import cli, progress
-from fedquilt.cli import commands, main
+from fedquilt.cli import commands, main, options
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 
@@ -123,10 +124,15 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--help"], {"numpy", "torch", "sqlite3", "asyncio"}),
         (["agent", "/none.toml"], {"numpy", "torch", "onnxruntime"}),
+        (["ls"], {"numpy", "torch", "onnxruntime", "email"}),
+        (["why", "small"], {"numpy", "torch", "onnxruntime", "email"}),
+        (["devices"], {"numpy", "torch", "onnxruntime", "email"}),
     ],
 )
-def test_what_is_light_stays_light(words: list[str], forbidden: set[str]) -> None:
-    """`--help` reads every verb's file, and the agent of a board stays up for months."""
+def test_what_is_light_stays_light(words: list[str], forbidden: set[str], tmp_path: Path) -> None:
+    """`--help` reads every verb's file, the agent of a board stays up for months, and scripts call `ls` all day."""
+    with Store(tmp_path / options.HOME) as store:
+        store.add(settings.Job("small", "fedavg", rounds=1), Path("b.bundle"))
     code = f"""
 import sys
 from fedquilt.cli import main
@@ -135,9 +141,8 @@ try:
 except SystemExit:
     pass
 print(*sorted({{name.split('.')[0] for name in sys.modules}}), file=sys.stderr)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
-    )
+    environ = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert not forbidden & set(done.stderr.splitlines()[-1].split())
 
 
