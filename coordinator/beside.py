@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -15,6 +14,7 @@ from typing import Protocol, TypeVar
 from fedquilt.coordinator import admission, facts, mending, rounds
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Done, Running
+from fedquilt.coordinator.leftovers import Leftovers
 from fedquilt.coordinator.worker import Worker, outcome
 from fedquilt.core import Profile, Update
 from fedquilt.logs import about
@@ -29,6 +29,7 @@ class Served(Protocol):
 
     job: Running
     arriving: dict[str, Update]
+    leftovers: Leftovers
 
     @property
     def over(self) -> bool:
@@ -45,10 +46,6 @@ class Served(Protocol):
 
     def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error of the method."""
-        ...
-
-    def drop(self, spent: AbstractSet[str] = frozenset()) -> None:
-        """Drop blobs that are needed no more, as far as no other job needs them."""
         ...
 
 
@@ -136,7 +133,7 @@ class Beside:
             done = blobs(before.answered[device] for device in fact.devices)
             done |= {before.folded.sum.sha256} if before.folded else set()
             kept = blobs([*waiting, *self._served.arriving.values()])
-            self._served.drop(done - kept - self._served.job.sent())
+            self._served.leftovers.drop(done - kept - self._served.job.sent())
 
     def commit(self, now_s: float) -> bool:
         """Have the round's state made and stored; True: that is done."""
