@@ -109,7 +109,7 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     coded.play()
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert "[wire]" in why.of(coded.store, coded.job)[0]["old"].text
+    assert "[wire]" in why.of(coded.store, coded.job).found[0]["old"].text
 
 
 def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
