@@ -21,7 +21,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 
-HELPERS = {"__init__", "__main__", "commands", "homes", "options", "phased", "reference"}
+HELPERS = {"__init__", "__main__", "commands", "entry", "homes", "options", "phased", "reference"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -144,6 +144,22 @@ print(*sorted({{name.split('.')[0] for name in sys.modules}}), file=sys.stderr)"
     environ = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert not forbidden & set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("module", ["click", "fedquilt.cli.commands", "fedquilt.cli.demo", "numpy"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module: str, tmp_path: Path) -> None:
+    """As it does later: an import of a command takes most of its first second."""
+    code = f"""
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from fedquilt.cli import main
+sys.exit(main(["demo"]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["partition"], ["kept", "list"]])
