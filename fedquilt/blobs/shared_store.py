@@ -45,8 +45,9 @@ class Lodger(Depot):
 
     def file(self, sha256: str, *, compared: bool = False) -> str | None:
         """Path of a blob, in the shared or the own folder; None: this depot lacks it."""
-        depot = self._shared.depot if sha256 in self._here else super()
-        return depot.file(sha256, compared=compared)
+        if sha256 in self._here:
+            return self._shared.depot.file(sha256, compared=compared)
+        return super().file(sha256, compared=compared)
 
     def ref(self, sha256: str) -> BlobRef | None:
         """Reference of a blob; None: this depot lacks it."""
