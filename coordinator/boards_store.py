@@ -170,7 +170,7 @@ class BoardStore:
         with _doing(self._home):
             if not self._db.execute("select 1 from sqlite_master where name = 'contact'").fetchone():
                 return None  # written by an earlier version
-            found = self._db.execute("select away from contact").fetchone()
+            found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
         return None if found is None else found[0]
 
     def boards(self) -> list[Board]:
