@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -18,6 +17,7 @@ from fedquilt.coordinator.encoding import Done, Encoded
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.leftovers import Leftovers
 from fedquilt.coordinator.worker import Worker, outcome
 from fedquilt.core import Profile, Update
 from fedquilt.logs import about
@@ -33,6 +33,7 @@ class Served(Protocol):
     job: Running
     arriving: dict[str, Update]
     unsent: set[str]
+    leftovers: Leftovers
 
     @property
     def over(self) -> bool:
@@ -53,10 +54,6 @@ class Served(Protocol):
 
     def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error of the method."""
-        ...
-
-    def drop(self, spent: AbstractSet[str] = frozenset()) -> None:
-        """Drop blobs that are needed no more, as far as no other job needs them."""
         ...
 
 
@@ -190,7 +187,7 @@ class Beside:
             done = blobs(before.answered[device] for device in fact.devices)
             done |= {before.folded.sum.sha256} if before.folded else set()
             kept = blobs([*waiting, *self._served.arriving.values()])
-            self._served.drop(done - kept - self._served.job.sent())
+            self._served.leftovers.drop(done - kept - self._served.job.sent())
 
     def commit(self, now_s: float) -> bool:
         """Have the round's state made and stored; True: that is done."""

@@ -57,6 +57,8 @@ class Boards:
         self._now_s, self._due_s = 0.0, -math.inf  # on the server's clock, as the two that follow
         self._doubt_s = self._tidy_s = math.inf
         self._begun = self._failed = False
+        self._away: float | None = clock()  # since when the broker is not reached; None: it is
+        self._told_away = True  # whether that is to be stored
         try:
             self._store = BoardStore(home, writes=True)
             before = self._store.boards()
@@ -81,6 +83,12 @@ class Boards:
         if isinstance(message, Telemetry) and device in self._boards:
             self._read(device, message, int(at))
         return None
+
+    def contact(self, connected: bool) -> None:
+        """Note whether the broker is reached: what is known of boards is as old as its loss."""
+        if connected != (self._away is None):
+            self._away, self._told_away = None if connected else self._clock(), True
+            self._wake(0.0)
 
     def known(self) -> list[tuple[Board, Reading | None]]:
         """Every board with its latest reading, as of now; another thread may ask."""
@@ -165,6 +173,9 @@ class Boards:
 
     def _write(self, store: BoardStore) -> None:
         readings = [(device, reading) for (device, _), reading in self._readings.items()]
+        if self._told_away:
+            store.note_away(self._away)
+            self._told_away = False
         store.write([self._boards[device] for device in self._changed], readings)
         self._changed.clear()
         self._readings.clear()
@@ -207,6 +218,7 @@ class NotedLink(OverLink):
 
     def due_s(self, now_s: float) -> float:
         """See `OverLink`; what is known of boards is stored when it is due."""
+        self._noted.contact(self._link.connected)
         due_s = super().due_s(now_s)
         for device, waits in self._transfers.queue.take_news().items():
             self._noted.turned(device, waits)

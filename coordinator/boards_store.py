@@ -34,6 +34,8 @@ create table if not exists readings (
     step integer, at integer, board integer, power_w real, power_most_w real, temperature_c real,
     available_bytes integer, task_bytes integer, battery real, served integer, drift real, accuracy real,
     primary key (step, at, board)) without rowid;
+-- since when the coordinator has not reached its broker, in wall-clock seconds; null: it does
+create table if not exists contact (id integer primary key check (id = 1), away real);
 """
 _decoded: Final = msgspec.json.Decoder(Board).decode
 _ADDED: Final = {"served": "integer", "drift": "real", "accuracy": "real"}  # columns that version 1 had not
@@ -136,6 +138,11 @@ class BoardStore:
                 [(*msgspec.structs.astuple(reading), device) for device, reading in readings],
             )
 
+    def note_away(self, since: float | None) -> None:
+        """Store since when the coordinator has not reached its broker; None: it does."""
+        with _doing(self._home):
+            self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
+
     def tidy(self, now: float) -> None:
         """Make coarser readings of finer ones, drop those that are old, and forget boards that have long been away."""
         with _doing(self._home), transaction(self._db):
@@ -157,6 +164,14 @@ class BoardStore:
                 self._db.execute("delete from boards where device = ?", (device,))
 
     # -- reading --
+
+    def away(self) -> float | None:
+        """When the coordinator that has noted last lost its broker, or began without; None: it reached it."""
+        with _doing(self._home):
+            if not self._db.execute("select 1 from sqlite_master where name = 'contact'").fetchone():
+                return None  # written by an earlier version
+            found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
+        return None if found is None else found[0]
 
     def boards(self) -> list[Board]:
         """All boards, by name. One whose row this version cannot read is left out."""

@@ -22,9 +22,10 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 EXACT: Final = 16  # boards
 NEAR: Final = 0.001  # share of the joules that does not matter in larger cohorts
@@ -93,6 +94,8 @@ def front(boards: Mapping[str, Board], passes: int) -> list[Plan]:
 
     The shortest and the cheapest plan are always among them; between them up to FRONT times are looked at.
     """
+    import numpy as np
+
     problem = _Problem(boards, passes)
     first = problem.first()
     if first is None:
@@ -224,6 +227,8 @@ def _exact(ways: Sequence[Sequence[_Way]], passes: int, price: float, known: flo
     Board by board, the sums are kept that no other beats in work and joules. Those are left out that even with the
     best that the other boards have at this price of an example would come to more than what is known.
     """
+    import numpy as np  # here, as commands that read a log import this module and plan nothing
+
     least = [min(way.joules - price * way.work for way in own) for own in ways]
     rest = sum(least) + price * passes
     work, joules = np.zeros(1), np.zeros(1)
@@ -271,6 +276,8 @@ def _possible(table: Mapping[int, tuple[list[float], list[float]]], limit_s: flo
 
 def _undominated(work: np.ndarray, joules: np.ndarray) -> np.ndarray:
     """Places of the sums for which no other does as much work for as little, by descending work."""
+    import numpy as np
+
     order = np.lexsort((joules, -work))
     cheapest = np.minimum.accumulate(joules[order])
     return order[np.flatnonzero(np.diff(cheapest, prepend=math.inf) < 0)]

@@ -52,6 +52,7 @@ class Running:
 
     Raises:
         JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
+        UnreadableError: the disk fails where the state is read.
         StoreError: the store cannot be read or written.
     """
 
@@ -82,7 +83,7 @@ class Running:
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         assert self.rounds.state is not None
-        self.state = self._load_state(self.rounds.state)  # what is stored, also of a new job
+        self.state = self._load_state(self.rounds.state, self.rounds.round == 0)  # what is stored, also of a new job
         self._begin()
 
     def record(self, fact: AnyFact, now_s: float) -> None:
@@ -312,7 +313,7 @@ class Running:
             settled=rounds.settling,
         )
         del state  # what is stored is loaded instead
-        state = self._load_state(fact.state)
+        state = self._load_state(fact.state, again=True)
         return Done(fact, state, encoding.encoded(self.method, state, fact.state, self._store.depot))
 
     def encoding(self) -> Callable[[], Encoded] | None:
@@ -373,11 +374,11 @@ class Running:
         settles = self.method.settle is not None and self.method.settle.wanted(state)
         self.record(Started(summing.stored(self._store.depot, *tensors.parts(state)), settles), now_s)
 
-    def _load_state(self, ref: BlobRef) -> Any:
-        def again() -> Any:  # the job's first state, made anew; None: the log is past it
+    def _load_state(self, ref: BlobRef, again: bool) -> Any:
+        def anew() -> Any:  # the job's first state; None: the log is past it
             return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
 
-        return mending.state(self.id, self._store.depot, ref, self.method.state, again, self._large_bytes)
+        return mending.state(self.id, self._store.depot, ref, self.method.state, anew, self._large_bytes, again=again)
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -36,16 +37,44 @@ class LostUpdateError(JobError):
         self.device, self.reason = device, reason
 
 
+class UnreadableError(StoreError):
+    """Raised when the disk fails where a job's blob is read: another try, a moment later, may find it well.
+
+    Args:
+        what: the blob, and whose it is.
+        sha256: of the blob.
+        again: whether it is made or asked for again once it is gone.
+        error: of the disk.
+    """
+
+    def __init__(self, what: str, sha256: str, again: bool, error: StoreError) -> None:
+        super().__init__(f"{what} ({sha256[:12]}) cannot be read: {error}")
+        self.sha256, self.again = sha256, again
+
+
+@contextmanager
+def _reading(what: str, ref: BlobRef, again: bool) -> Iterator[None]:
+    """Name a blob that the disk does not give back."""
+    try:
+        yield
+    except tensors.NoStateError:
+        raise
+    except StoreError as error:
+        raise UnreadableError(what, ref.sha256, again, error) from None
+
+
 def streamed(depot: Depot, update: Update) -> Contribution:
     """An update whose tensors are read from disk one at a time, each time that one is asked for.
 
     Raises:
         LostUpdateError: a blob of it is gone, or damaged.
+        UnreadableError: the disk fails.
         UpdateError: a bundle is no safetensors blob.
     """
     bundles = {}
     for name, ref in update.bundles.items():
-        path = depot.file(ref.sha256)
+        with _reading(f"{update.device}'s update", ref, again=True):
+            path = depot.file(ref.sha256)
         if path is None:
             raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
         bundles[name] = tensor_files.Stored(path, depot.disk)
@@ -57,14 +86,16 @@ def stored_sum(depot: Depot, folded: Folded, kind: type, room: Scratch) -> Any:
 
     Raises:
         LostUpdateError: it is gone, damaged, or of another version of fedquilt: so are the updates that were in it.
+        UnreadableError: the disk fails.
     """
+    told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
     try:
         large = partial(tensor_files.read_sum, kind=kind, disk=depot.disk, room=room)
-        if (found := _read(depot, folded.sum, kind, large)) is not None:
-            return found
-    except StoreError as error:
-        log.warning("the stored sum %s cannot be read: %s", folded.sum.sha256[:12], error)
-    told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
+        with _reading(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
+            if (found := _read(depot, folded.sum, kind, large)) is not None:
+                return found
+    except tensors.NoStateError as error:
+        log.warning("%s cannot be used: %s", told, error)
     raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
 
 
@@ -73,11 +104,13 @@ def contribution(depot: Depot, update: Update) -> Contribution:
 
     Raises:
         LostUpdateError: a blob of it is gone, or damaged.
+        UnreadableError: the disk fails.
         UpdateError: a bundle is no safetensors blob, or holds values that are not finite.
     """
     bundles = {}
     for name, ref in update.bundles.items():
-        payload = depot.load(ref.sha256)
+        with _reading(f"{update.device}'s update", ref, again=True):
+            payload = depot.load(ref.sha256)
         if payload is None:
             raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
         bundles[name] = tensors.decode(payload)
@@ -86,7 +119,14 @@ def contribution(depot: Depot, update: Update) -> Contribution:
 
 
 def state(
-    run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[], Any], lazy_bytes: float = math.inf
+    run: str,
+    depot: Depot,
+    ref: BlobRef,
+    kind: type,
+    rebuild: Callable[[], Any],
+    lazy_bytes: float = math.inf,
+    *,
+    again: bool = False,
 ) -> Any:
     """A job's state.
 
@@ -97,14 +137,17 @@ def state(
         kind: class of the state.
         rebuild: makes the state anew from what it followed from; None: that is not here any more.
         lazy_bytes: tensors of as many bytes stay on the disk: see `tensor_files.read_state`.
+        again: whether what it followed from is here still, so that it is stored anew once it is gone.
 
     Raises:
         JobError: it is lost, or of another version of fedquilt.
-        StoreError: the disk fails; once it does not, the job goes on.
+        UnreadableError: the disk fails.
+        StoreError: the disk takes no state that is made anew.
     """
     try:
         large = partial(tensor_files.read_state, kind=kind, disk=depot.disk, lazy_bytes=lazy_bytes)
-        found = _read(depot, ref, kind, large)
+        with _reading(f"the state of {run}", ref, again):
+            found = _read(depot, ref, kind, large)
         if found is not None:
             return found
         made = rebuild()

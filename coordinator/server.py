@@ -16,11 +16,12 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from fedquilt import bundle, methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns
+from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns, unreadable
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.mending import UnreadableError
 from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
 from fedquilt.coordinator.store import UNDER_WAY, Row, Store
@@ -76,6 +77,7 @@ class Server:
         self._rollouts = Rolling(executor, store, self.registry, poll_s, tell) if only is None else None
         self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
         self._left: set[str] = set()  # runs already reported as not taken up here
+        self._waiting = unreadable.Waiting()  # for the disk
 
     def fds(self) -> Sequence[int]:
         """File descriptors of the executor and of the worker."""
@@ -243,12 +245,13 @@ class Server:
             wanted = [*wanted, *started]
         rows = [row for row in wanted if turns.mine(row, self._only)]
         waits = {serving.id: serving.wait(now_s) for serving in self._jobs.values()}
-        served = turns.served(rows, waits, self._gave_way_s, self._limits)
+        able = [row for row in rows if not self._waiting.waits(row.id, now_s)]
+        served = turns.served(able, waits, self._gave_way_s, self._limits)
         for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
             self._give_way(serving, waits[serving.id], now_s)
         if opened := [row for row in rows if row.id in served and row.id not in self._jobs]:
             self._open(opened, now_s)
-        elif not self._jobs:
+        elif not self._jobs and len(able) == len(rows):
             self.finished = self._only is not None
 
     def _tidy(self) -> None:
@@ -283,6 +286,9 @@ class Server:
                 files = bundle.load(row.bundle).files
                 method = self._around(self._load(row.job.method), row.job, files)
                 job = Running(row, self._store, now_s, method, self._worker.large_bytes)
+            except UnreadableError as error:
+                self._read_later(row.id, error, now_s)
+                continue
             except StoreError:
                 raise
             except Exception as error:  # one job that cannot run does not keep the others from running
@@ -298,6 +304,21 @@ class Server:
         self._sweep()
         for serving in opened:
             serving.begin(now_s)
+
+    def _read_later(self, id: str, error: UnreadableError, now_s: float) -> None:
+        """Take a job up again a little later, as the disk has failed where it was read, or give the blob up."""
+        ids = about(run=id)
+        if not self._waiting.failed(id, error.sha256, now_s):
+            log.error("%s; %s is taken up again in %g s", error, id, unreadable.AGAIN_S, extra=ids)
+        elif error.again:
+            log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
+            self._store.depot.damaged(error.sha256)
+        else:
+            mend = (
+                f"move the home to another disk or put a backup back (`fedquilt restore`), then `fedquilt resume {id}`"
+            )
+            log.error("%s cannot go on: %s; %s", id, error, mend, extra=ids)
+            self._store.end(id, facts.Ended("failed", f"{error}; {mend}"))
 
     def _sweep(self) -> None:
         """Remove leftovers of a crash, once the worker has nothing in hand that no fact names yet."""
@@ -325,6 +346,11 @@ class Server:
             for serving in [self._jobs[id] for id in order if id in self._jobs]:
                 if serving.over:
                     self._leave(serving, now_s)
+                    continue
+                if serving.unreadable is not None:
+                    serving.give_up(now_s)
+                    self._close(serving, "queued", now_s)
+                    self._read_later(serving.id, serving.unreadable, now_s)
                     continue
                 closing = serving.job.rounds.phase == "closing"
                 if serving.advance(now_s, turns.left(serving.id, claims), self._most(serving, now_s)):
@@ -354,7 +380,7 @@ class Server:
         self._poll_s = -math.inf
 
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
-        serving.drop()
+        serving.leftovers.drop()
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

@@ -19,6 +19,7 @@ from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.leftovers import Leftovers
 from fedquilt.coordinator.loans import Loans
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.store import Store
@@ -28,7 +29,6 @@ from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
-TOGETHER = 64  # answers of a round for each blob that waits to be dropped: what is in use is looked up as often
 AT_ONCE = frozenset((admission.Fetch, admission.Examine))  # actions that nobody sees outside
 Observe = Callable[[Running, facts.AnyFact], None]
 
@@ -101,12 +101,12 @@ class Serving:
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
-        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
-        self._discarded: set[str] = set()  # sha256 of blobs that are dropped next, unless they are in use then
+        self.leftovers = Leftovers(job, desk.store, self.in_use, lambda: desk.in_use(but=self))
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
         self.summed = Beside(self, desk.worker, desk.executor, lambda: desk.jobs.get(job.id) is not self)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
+        self.unreadable: mending.UnreadableError | None = None  # what the disk has not given back: it goes on later
 
     @property
     def over(self) -> bool:
@@ -174,7 +174,7 @@ class Serving:
 
     def in_use(self) -> set[str]:
         """Blobs that it needs, beside those of its log: its bundle, its state, its tasks', and updates on their way."""
-        coming = blobs([*self.job.rounds.answered.values(), *self.arriving.values(), *self._begun.values()])
+        coming = blobs([*self.job.rounds.answered.values(), *self.arriving.values(), *self.leftovers.begun.values()])
         return self.job.pinned() | self.job.sent() | coming
 
     def tell(self) -> None:
@@ -225,12 +225,12 @@ class Serving:
             case admission.Withdraw(device):
                 self.unsent.discard(device)
                 self._desk.withdraw(device, self.id, now_s)
-                self._let_go(device)
+                self.leftovers.let_go(device)
             case admission.Answer(device, update, accepted, reason):
                 self._desk.answer(device, update, accepted, reason)
             case admission.Fetch(device, update):
-                self._let_go(device, update)
-                self._begun[device] = update
+                self.leftovers.let_go(device, update)
+                self.leftovers.begun[device] = update
                 self._desk.fetching[device] = self
                 in_turn = self.summed.offered(device, update, now_s)
                 self._desk.executor.fetch(device, update.bundles.values(), in_turn=in_turn)
@@ -239,7 +239,7 @@ class Serving:
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
-                self._discard(update)
+                self.leftovers.discard(update)
             case admission.Renew(device, epoch):
                 self._renew(device, epoch, now_s)
 
@@ -247,33 +247,6 @@ class Serving:
         """Send a device its task with an epoch later than the one with which it counted the round."""
         self._desk.renew(above)
         self.issue(device, now_s)
-
-    def _let_go(self, device: str, instead: Update | None = None) -> None:
-        """Drop what has come of the last update that a device began to send, unless it sends the same again.
-
-        So a device has one unfinished update of a job on the disk, no larger than one may be, whatever it offers.
-        """
-        begun = self._begun.pop(device, None)
-        if begun is not None and (instead is None or begun.bundles != instead.bundles):
-            self._discard(begun)
-
-    def _discard(self, update: Update) -> None:
-        """Drop the blobs of an update that have no other use; in a large round those of several updates at once."""
-        self._discarded |= blobs([update])
-        self._tidy()
-
-    def _tidy(self) -> None:
-        """Drop what was discarded, unless it is little beside the answers that have to be looked through for it."""
-        if self._discarded and len(self._discarded) * TOGETHER >= len(self.job.rounds.answered):
-            self.drop()
-
-    def drop(self, spent: AbstractSet[str] = frozenset()) -> None:
-        """Drop blobs that the job does not need, as far as no other job does: those discarded, and these."""
-        desk, superfluous = self._desk, spent | (self._discarded - self.in_use())
-        if found := superfluous - self.job.pinned() - desk.in_use(but=self):  # other jobs may have the same content
-            for sha256 in found - desk.store.held(but=self.id):  # the store is asked for few
-                desk.store.depot.drop(sha256)
-        self._discarded.clear()
 
     def issue(self, device: str, now_s: float) -> None:
         """Send a device its task of the running round (again), as soon as it can be sent."""
@@ -324,8 +297,11 @@ class Serving:
         except Exception as error:
             self.fail(error, now_s)
             return True
-        self._tidy() if fact is None else self.record(fact, now_s)
-        return fact is not None
+        if fact is None:
+            self.leftovers.tidy()
+            return False
+        self.record(fact, now_s)
+        return True
 
     def _waits(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
         """Whether nothing but answers has come since there was nothing to decide, and they change nothing either.
@@ -355,6 +331,9 @@ class Serving:
 
     def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
+        if isinstance(error, mending.UnreadableError):
+            self.unreadable = error
+            return
         if isinstance(error, StoreError | MemoryError):
             raise error
         log.error("%s failed in its method", self.id, exc_info=error, extra=about(run=self.id))
@@ -375,7 +354,7 @@ class Serving:
             self._undecided = None
         match fact:
             case facts.Answered():  # the most frequent first
-                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
+                self.leftovers.begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Asked():
                 for device in fact.devices:
                     self.issue(device, now_s)
@@ -387,7 +366,7 @@ class Serving:
             case facts.Closed() | facts.Ended():
                 self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed() if done is not None:
-                self._discarded |= job.spent(before)  # dropped once the next round's devices have their tasks
+                self.leftovers.spent(job.spent(before))
                 job.committed(done)
                 self._rounds_s = ((had_s := self._had_s(now_s)) - self._rounds_s[1], had_s)
         if isinstance(fact, facts.Committed | facts.Ended):

@@ -20,6 +20,7 @@ from fedquilt.disk import REAL, Disk
 from fedquilt.edge_agent import events, messages, plan
 from fedquilt.edge_agent import means as means_of
 from fedquilt.edge_agent.duty import Duty
+from fedquilt.edge_agent.engines import READ_BY_TASK
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.releases.kind import Kind
@@ -288,10 +289,12 @@ class Agent:
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
         """See `duty.Surroundings`."""
-        depot = self.local.depot
-        paths = {}
+        depot, paths = self.local.depot, {}
+        compared = (
+            self.local.durable and task.engine in READ_BY_TASK
+        )  # else here, and a large model takes seconds to hash
         for name, ref in task.bundles.items():
-            path = depot.file(ref.sha256)
+            path = depot.file(ref.sha256, compared=compared)
             if path is None:
                 raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
             paths[name] = path
@@ -310,7 +313,7 @@ class Agent:
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
             plan_bytes=plan_bytes,
-            checked=self.local.durable,
+            checked=compared,
             plugins=self.settings.plugins,
             whole_bytes=self._whole_bytes,
             tensorrt_bytes=0 if self.settings.tensorrt is None else size_bytes(self.settings.tensorrt),

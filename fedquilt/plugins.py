@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -308,6 +308,8 @@ def _installed(kind: Kind) -> list[Plugin]:
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
 def _every(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
+    from importlib import metadata  # here, as most commands look no plug-in up
+
     found: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
     for distribution in metadata.distributions():
         try:
@@ -331,6 +333,8 @@ def _coded(kind: Kind, name: str) -> Plugin:
             f"{CALLED[kind]} {name!r} is code, and this board allows none of that name: install its package here and "
             f"add {name!r} to `plugins` in agent.toml"
         )
+    from importlib import metadata
+
     top = name.partition(":")[0].partition(".")[0]
     try:
         version = metadata.version(top)

@@ -22,6 +22,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Worker
 from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
+from fedquilt.disk import PRIVATE, Disk
 from fedquilt.transport.link import MemoryBroker
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
@@ -96,6 +97,7 @@ class Stage:
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(model)})
+        self.disk: Disk = PRIVATE  # of the coordinator, from its next start on
         self.store = Store(folder / "home")
         self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
         self.hands: list[Hand] = []
@@ -123,7 +125,7 @@ class Stage:
         """It dies, and another begins on the same folder."""
         self.broker.lose(self.link)
         self.store.close()
-        self.store = Store(self.folder / "home")
+        self.store = Store(self.folder / "home", disk=self.disk)
         self.start()
 
     def observe(self, job: Any, fact: AnyFact) -> None:

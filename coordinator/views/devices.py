@@ -51,6 +51,17 @@ def look(home: Path, now: float | None = None) -> list[Device]:
         return [Device(each, latest.get(each.device, Reading(0))) for each in store.boards()]
 
 
+def away(home: Path, now: float) -> str:
+    """For how long the coordinator that serves a home has not reached its broker, in words; "": it does.
+
+    Raises:
+        StoreError: what is kept of boards cannot be read.
+    """
+    with BoardStore(home) as store:
+        since = store.away()
+    return "" if since is None else f"its broker, which it has not reached for {units.duration(now - since)}"
+
+
 def chosen(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | None = None) -> list[Device]:
     """The boards that a selection by labels names and that are in a state of STATES."""
     return [
@@ -69,19 +80,24 @@ def states(device: Device) -> set[str]:
     return {"online", "idle" if board.doing is None else "working", *refused}
 
 
-def lines(devices: Sequence[Device], now: float, *, served: bool = True, wide: int | None = None) -> list[str]:
+def lines(
+    devices: Sequence[Device], now: float, *, served: bool = True, away: str = "", wide: int | None = None
+) -> list[str]:
     """The fleet as text: a count, then for each board a line, one of what it is, and one of its last refusal.
 
     Args:
         devices: to show.
         now: wall-clock seconds.
         served: whether a coordinator is there; without one nobody knows who is online.
+        away: as of `away`.
         wide: largest width of a line; None: as `columns.width`.
     """
     wide = columns.width() if wide is None else wide
     told = [_counted(devices)]
     if not served:
         told.append("no coordinator serves this home: the boards are shown as the last one knew them")
+    elif away:
+        told.append(f"the coordinator waits for {away}: the boards are shown as they were known then")
     table = columns.table([HEAD, *(_cells(each, now) for each in devices)], "<<>>>><", 10**6)
     told += ["", _cut(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):

@@ -129,6 +129,8 @@ def waits(row: Row, store: Store) -> str | None:
         return triggers.waits(row.job, triggers.told(row.job, known), time.time(), triggers.last_start(store, row.id))
     if store.standing(row) != "running":
         return None
+    if row.origin == "run" and (away := devices.away(store.home, time.time())):
+        return f"{away}: what is known of boards is as of then"
     state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
     if state.phase not in ("selecting", "open") or state.asked:
         return None

@@ -23,6 +23,7 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import log
 from fedquilt.coordinator.views.devices import look
 from fedquilt.core import JobError
 
@@ -38,21 +39,23 @@ class Part:
     wanted: int | None = None  # number of devices selected
 
 
-def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
-    """`parts` of a run in the store, by its id or its job's name.
+def of(store: Store, run: str) -> Parts:
+    """Parts of a run in the store, by its id or its job's name.
 
     Raises:
         StoreError: there is no such run, or it cannot be read.
     """
     row = store.job(run)
-    found = parts((fact for _, _, fact in store.facts(row.id)), Plan.of(row.job))
+    told = Parts(Plan.of(row.job))
+    for _, _, fact in store.facts(row.id):
+        told.add(fact)
     if store.standing(row) == "running":
         _hold(
-            found,
+            told.found,
             row.id,
             {each.board.device: doing for each in look(store.home) if (doing := each.board.doing)},
         )
-    return found
+    return told
 
 
 def _hold(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Doing]) -> None:
@@ -86,6 +89,7 @@ class Parts:
     def __init__(self, plan: Plan) -> None:
         self.state = Rounds(plan)  # after the last fact
         self.found: dict[int, dict[str, Part]] = {}  # as of `parts`; whoever follows a run may drop earlier rounds
+        self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
 
     def add(self, fact: AnyFact) -> None:
         """Let the next fact of the run count."""
@@ -118,6 +122,8 @@ class Parts:
             case _:
                 pass
         self.state = state = apply(state, fact, 0.0)
+        if log.closing(state, fact):
+            self.final = getattr(fact, "round", None)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
                 device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
@@ -166,26 +172,29 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
     return {**told, **dict.fromkeys(fact.devices, Part("asked", "selected"))}
 
 
-def lines(found: Mapping[int, Mapping[str, Part]], round: int | None = None, device: str | None = None) -> list[str]:
+def lines(told: Parts, round: int | None = None, device: str | None = None) -> list[str]:
     """Parts as text: each round's devices grouped by their part, or one device's part in each round.
+
+    The evaluation after the last round has the name that `fedquilt logs` gives it.
 
     Raises:
         JobError: there is no such round or device in the log.
     """
-    chosen = select(found, round, device)
+    chosen = select(told.found, round, device)
+    names = {number: log.FINAL if number == told.final else f"round {number}" for number in chosen}
     if device is not None:
-        return [f"round {number}: {parts[device].text}" for number, parts in chosen.items()]
-    told = []
+        return [f"{names[number]}: {parts[device].text}" for number, parts in chosen.items()]
+    shown = []
     for number, devices in chosen.items():
-        told.append(f"round {number}:")
+        shown.append(f"{names[number]}:")
         groups: dict[str, list[str]] = {}
         for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
             if part.code == "drawn":
                 groups.setdefault(f"not drawn, by place ({part.wanted} of {part.of} selected)", []).append(name)
             else:
                 groups.setdefault(part.text, []).append(name)
-        told += [f"  {text}: {_names(names)}" for text, names in groups.items()]
-    return told
+        shown += [f"  {text}: {_names(members)}" for text, members in groups.items()]
+    return shown
 
 
 def select(

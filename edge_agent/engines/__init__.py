@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # engine -> (its library, the extra that installs it); tested before anything heavy is imported
 NEEDS: Final = {"numpy": ("numpy", ""), "onnx": ("onnxruntime", "[onnx]"), "torch": ("torch", "[train]")}
 
+READ_BY_TASK: Final = frozenset({"numpy", "torch"})
+"""Engines of which a task reads its bundles itself, and compares them with their hashes. ONNX Runtime opens graphs, and
+the files that these name, by their paths; an engine of another package may."""
+
 
 def available() -> tuple[str, ...]:
     """Engines whose library is installed here, sorted, then those of other packages. Imports none of them."""

@@ -25,7 +25,9 @@ Policies:
     max      the fastest
     board    none: the board's own governor stays in charge
 If no point meets the deadline, each policy takes the fastest. A point whose profile lacks the numbers
-is left out; without any, the policy is `board`. An unknown idle_w counts as 0, which favours racing.
+is left out; without any, the policy is `board`. An unknown idle_w lies between 0 and the least that any point draws at
+work: the point is held that costs fewest joules above the cheapest one in the worse of these two cases. Joules are
+linear in idle_w, so no value between them is worse.
 The owner's bounds come first: a point above `max_w` is never chosen, whatever the deadline, and above `max_c`
 nothing is held. The board's own governor, under `board` or for want of a point, heeds its power mode alone.
 
@@ -70,44 +72,42 @@ class Rule(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Prediction of a task at one point. Joules are until the deadline, idle included; None: unknown."""
+    """Prediction of a task at one point."""
 
     point: OperatingPoint
     seconds: float
     most_s: float  # as long as it may take, as far as the point is unknown
-    watts: float | None
-    energy_j: float | None
-    least_j: float | None  # as little as it may take, likewise
+    watts: float | None  # None: unknown
+    spread: float  # of the joules, as a share of those above idle: 1 at the most
+
+    def above_j(self, idle_w: float) -> float:
+        """Joules of the work above an idle board's; the point's watts have to be known."""
+        assert self.watts is not None
+        return (self.watts - idle_w) * self.seconds
+
+    def energy_j(self, left_s: float, idle_w: float) -> float:
+        """Joules until the deadline, which is `left_s` ahead, idle included."""
+        return self.above_j(idle_w) + idle_w * max(left_s, self.seconds)
+
+    def least_j(self, left_s: float, idle_w: float) -> float:
+        """As few joules as that may be, as far as the point is unknown."""
+        return self.energy_j(left_s, idle_w) - CURIOSITY * self.spread * max(self.above_j(idle_w), 0.0)
 
 
-def forecasts(
-    points: Sequence[OperatingPoint],
-    work: Work,
-    left_s: float,
-    idle_w: float | None,
-    learned: Learned = Learned(),
-) -> list[Forecast]:
-    """Predictions of a task at each point with enough numbers, fastest first.
+def forecasts(points: Sequence[OperatingPoint], work: Work, learned: Learned = Learned()) -> list[Forecast]:
+    """Predictions of a task at each point whose time can be predicted, fastest first.
 
     Args:
         points: of the board.
         work: of the task.
-        left_s: seconds until the deadline; negative after it.
-        idle_w: watts of the idle board; None: unknown, counted as 0.
         learned: of this engine and workload on this board.
     """
     found = []
     for point, each in zip(points, estimates(learned, points, work), strict=True):
-        if each is None:
-            continue
-        energy_j = least_j = None
-        if each.watts is not None:
-            above_j = (each.watts - (idle_w or 0.0)) * each.seconds
-            energy_j = above_j + (idle_w or 0.0) * max(left_s, each.seconds)
+        if each is not None:
+            most_s = each.seconds * (1 + CAUTION * each.seconds_spread)
             spread = min(math.hypot(each.seconds_spread, each.watts_spread), 1.0)
-            least_j = energy_j - CURIOSITY * spread * max(above_j, 0.0)
-        most_s = each.seconds * (1 + CAUTION * each.seconds_spread)
-        found.append(Forecast(point, each.seconds, most_s, each.watts, energy_j, least_j))
+            found.append(Forecast(point, each.seconds, most_s, each.watts, spread))
     return sorted(found, key=lambda each: each.seconds)
 
 
@@ -121,20 +121,30 @@ def choose(
     learned: Learned = Learned(),
 ) -> OperatingPoint | None:
     """Choose the point to hold; None: leave the clocks to the board. Among equals the faster one."""
-    found = forecasts(rule.permitted(points), work, left_s, idle_w, learned)
+    found = forecasts(rule.permitted(points), work, learned)
     if rule.max_w is not None:
         found = [each for each in found if each.watts is not None and each.watts <= rule.max_w]
     if rule.policy == "board" or not found:
         return None
     if rule.policy == "max":
         return _fastest(found)
-    if rule.policy == "energy" and all(each.energy_j is None for each in found):
+    if rule.policy == "energy" and all(each.watts is None for each in found):
         return None
     in_time = [each for each in found if max(each.seconds * (1 + rule.margin), each.most_s) <= left_s]
     if rule.policy == "paper" and in_time:
         return in_time[-1].point
-    priced = [(each.least_j, each.seconds, each) for each in in_time if each.least_j is not None]
-    return min(priced, key=lambda each: each[:2])[2].point if priced else _fastest(found)
+    priced = [each for each in in_time if each.watts is not None]
+    if not priced:
+        return _fastest(found)
+    if idle_w is not None:
+        return min(priced, key=lambda each: (each.least_j(left_s, idle_w), each.seconds)).point
+    bounds_w = (0.0, min(each.watts for each in found if each.watts is not None))
+    cheapest_j = [min(each.least_j(left_s, bound_w) for each in priced) for bound_w in bounds_w]
+
+    def excess_j(each: Forecast) -> float:
+        return max(each.least_j(left_s, bound_w) - j for bound_w, j in zip(bounds_w, cheapest_j, strict=True))
+
+    return min(priced, key=lambda each: (excess_j(each), each.seconds)).point
 
 
 def step_up(
@@ -166,7 +176,7 @@ def step_up(
         return None
     known = taught(learned, seen, at_once=True)
     others = [point for point in points if point.name != seen.point.name]
-    told = forecasts(others, rest, left_s, idle_w, known)
+    told = forecasts(others, rest, known)
     faster = [each.point for each in told if each.seconds < rest_s or _above(each.point, seen.point)]
     return choose(rule, faster, rest, left_s, idle_w, known)
 

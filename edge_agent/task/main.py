@@ -37,7 +37,7 @@ from fedquilt.core import (
 )
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.disk import REAL
+from fedquilt.disk import REAL, doing
 from fedquilt.edge_agent import engines, exhausted
 from fedquilt.edge_agent.task import budget, failures, outputs
 from fedquilt.edge_agent.task.process import die_with
@@ -177,7 +177,7 @@ def site_of(
         lost=lost,
         cache_at=order.cache,
         load=lambda name: bench.tensors(_file(order, name), _hash(order, name)),
-        path=lambda name: Path(_file(order, name)),
+        path=lambda name: _sound(order, name),
         progress=progress,
     )
 
@@ -212,6 +212,23 @@ def _file(order: Order, name: str) -> str:
     if name not in order.bundles:
         raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
     return order.bundles[name]
+
+
+def _sound(order: Order, name: str) -> Path:
+    """File of a bundle of the order, which is about to be opened by its path.
+
+    Raises:
+        StoreError: it is damaged, or cannot be read.
+    """
+    file = _file(order, name)
+    _require_sound(file, _hash(order, name))
+    return Path(file)
+
+
+def _require_sound(file: str, sha256: str) -> None:
+    with doing(f"read {file}"):
+        if sha256 and REAL.digest(file) != sha256:
+            raise StoreError(f"{file} is damaged: its bytes are not those it was stored with")
 
 
 def _hash(order: Order, name: str) -> str:
@@ -272,8 +289,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
             require_allowed(method, task.method, note)
         bundles, blobs, private_left = _written(answer, order)
         for file, sha256 in parts.items():  # after they were read: a bit that flips stays flipped
-            if sha256 and REAL.digest(file) != sha256:
-                raise core.StoreError(f"{file} is damaged: its bytes are not those it was stored with")
+            _require_sound(file, sha256)
         layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):

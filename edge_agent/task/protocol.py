@@ -40,7 +40,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_bytes: int | None = None  # part of the budget that the engine may plan with; None: all of it
     prefix: str = ""  # prefix of these files' names, if devices share the folder
     whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
-    checked: bool = False  # compare bundles with the task's hashes as they are read
+    checked: bool = False  # compare bundles with the task's hashes as they are read; else the daemon has
     plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
     tensorrt_bytes: int = 0  # of TensorRT's engines in `cache`; 0: it is not used
 

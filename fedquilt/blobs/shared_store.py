@@ -43,9 +43,11 @@ class Lodger(Depot):
         super().__init__(folder, durable=False, make=False)
         self._made = self.disk.is_dir(folder)
 
-    def file(self, sha256: str) -> str | None:
+    def file(self, sha256: str, *, compared: bool = False) -> str | None:
         """Path of a blob, in the shared or the own folder; None: this depot lacks it."""
-        return self._shared.depot.file(sha256) if sha256 in self._here else super().file(sha256)
+        if sha256 in self._here:
+            return self._shared.depot.file(sha256, compared=compared)
+        return super().file(sha256, compared=compared)
 
     def ref(self, sha256: str) -> BlobRef | None:
         """Reference of a blob; None: this depot lacks it."""

@@ -13,7 +13,8 @@ system where there is data and believes only what matches the manifest.
 
 What a disk gives back need not be what it was given, and a bit that flips changes no time of its file. So a blob is
 hashed whenever it is opened (`load`, `file`), and what is damaged counts as absent: it is fetched or made again, or
-refused. For `has`, and in a depot that is not durable, once an hour will do. Who receives a part (`read`) checks it.
+refused. For `has`, in a depot that is not durable, and for a file whose reader hashes it, once an hour will do. Who
+receives a part (`read`) checks it.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 """
@@ -101,12 +102,12 @@ class Depot:
         found = self.file(sha256)
         return None if found is None else Path(found)
 
-    def file(self, sha256: str) -> str | None:
-        """Path of a whole blob as text."""
+    def file(self, sha256: str, *, compared: bool = False) -> str | None:
+        """Path of a whole blob as text. `compared`: who opens it hashes what it reads, so that once an hour will do."""
         path = self._at(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
-                if self._sound(sha256, opens=self._durable) is not None:
+                if self._sound(sha256, opens=self._durable and not compared) is not None:
                     return path
             if (payload := self.packed(sha256)) is not None:
                 self._store(payload, sha256)

@@ -46,7 +46,8 @@ def devices(
         return [each for each in found if not names or each.board.device in names]
 
     def show(found: list[Device]) -> None:
-        told = [] if format == "json" else view.lines(found, time.time(), served=served(home))
+        now = time.time()
+        told = [] if format == "json" else view.lines(found, now, served=served(home), away=view.away(home, now))
         if watch and format == "text" and sys.stdout.isatty():
             most = shutil.get_terminal_size().lines - 2
             hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []

@@ -20,7 +20,7 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     from fedquilt.coordinator.views import why as reasons
 
     with homes.existing(home) as store:
-        found, row = reasons.of(store, run), store.job(run)
+        parts, row = reasons.of(store, run), store.job(run)
         waits = log.waits(row, store)
     told = [f"{row.id} waits for {waits}"] if waits and number is None and device is None else []
-    homes.show(format, reasons.select(found, number, device), [*reasons.lines(found, number, device), *told])
+    homes.show(format, reasons.select(parts.found, number, device), [*reasons.lines(parts, number, device), *told])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,13 +43,15 @@ from fedquilt.core import (
     same_for_all,
 )
 
+Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a greater one is a slip: no device has so many examples
+
 
 @dataclass(frozen=True)
 class Params:
     """Hyper-parameters of the client's training."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
-    batch: Annotated[int, Meta(ge=1)] = 32  # B: mini-batch size
+    batch: Batch = 32  # B: mini-batch size; a device with fewer examples takes all of them in one step
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
     lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # factor on eta after every round
     optimizer: Literal["sgd", "adam"] = "sgd"

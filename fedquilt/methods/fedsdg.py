@@ -93,7 +93,7 @@ class Params:
 
     preset: Literal["paper", "official"] = "paper"
     epochs: Annotated[int, Meta(ge=1)] | None = None  # E: 1; official 5
-    batch: Annotated[int, Meta(ge=1)] | None = None  # 32; official 128
+    batch: fedavg.Batch | None = None  # 32; official 128
     lr: Annotated[float, Meta(gt=0)] = 1e-3  # eta_g, of adapters and head, by Adam
     lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # times all three rates after every round
     lr_own: Annotated[float, Meta(gt=0)] = 1e-3  # eta_p, of the device's own branch

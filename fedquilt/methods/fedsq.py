@@ -53,7 +53,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class Params(fedavg.Params):
     """FedAvg's parameters, and those of the two copies."""
 
-    batch: Annotated[int, Meta(ge=1)] = 64
+    batch: fedavg.Batch = 64
     lr: Annotated[float, Meta(gt=0)] = 0.01
     weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
     trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule of `prepare`, else all

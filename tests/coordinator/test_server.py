@@ -167,7 +167,7 @@ def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_p
     b.answer(ones())
     stage.play()
     assert [fact.devices for fact in stage.told(Asked)] == [("a", "b"), ("b",), ("b",)]
-    assert why.of(stage.store, stage.job)[1]["a"].code == "memory"
+    assert why.of(stage.store, stage.job).found[1]["a"].code == "memory"
     profile = Profile(
         device="a", board="hand", memory_bytes=1 << 30, budget_bytes=1 << 30, engines=("numpy",), versions={}
     )

@@ -40,7 +40,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     b.say("telemetry", wire.Telemetry(temperature_c=85.0))
     stage.play()
     assert not stage.told(Asked)
-    found = why.of(stage.store, stage.job)
+    found = why.of(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.job(stage.job)
     assert active is not None
@@ -55,7 +55,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     b.answer(ones())
     stage.play()
     assert stage.store.status(stage.job) == "done"
-    found = why.of(stage.store, stage.job)
+    found = why.of(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
     stage.store.close()
 

@@ -11,7 +11,7 @@ import pytest
 from by_hand import MODEL, Hand, Stage
 
 from fedquilt import tensors
-from fedquilt.coordinator import serving
+from fedquilt.coordinator import leftovers
 from fedquilt.coordinator.facts import (
     Answered,
     Committed,
@@ -109,14 +109,14 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     coded.play()
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert "[wire]" in why.of(coded.store, coded.job)[0]["old"].text
+    assert "[wire]" in why.of(coded.store, coded.job).found[0]["old"].text
 
 
 def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
     coded: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here two answers are a large round: the second one's own blob waits for the commit."""
-    monkeypatch.setattr(serving, "TOGETHER", 1.5)
+    monkeypatch.setattr(leftovers, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()
     sent = []

@@ -115,7 +115,7 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
     hands[asked.devices[0]].answer(ones())
     stage.play()
-    told = why.of(stage.store, stage.job)[0]
+    told = why.of(stage.store, stage.job).found[0]
     assert sorted(part.text for part in told.values()) == [
         "not drawn: place 2 of 3, 1 selected",
         "not drawn: place 3 of 3, 1 selected",

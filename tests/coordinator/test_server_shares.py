@@ -55,7 +55,7 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     assert set(asked.devices) == set("abc") - {had}
     (noted,) = facts(stage, second, Surveyed)
     assert noted.passed == {"busy": (had,)}
-    assert why.of(stage.store, second)[0][had].code == "busy"
+    assert why.of(stage.store, second).found[0][had].code == "busy"
 
 
 def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: Staged) -> None:
@@ -75,7 +75,7 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) ->
     stage.play()
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
-    codes = {name: part.code for name, part in why.of(stage.store, stage.job)[0].items()}
+    codes = {name: part.code for name, part in why.of(stage.store, stage.job).found[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
     at_work[0].answer(ones())
     stage.play()
@@ -93,13 +93,13 @@ def test_why_says_that_a_job_waits_for_its_submitters_share(staged: Staged) -> N
     stage.play()
     second = stage.add("k", cohort={**LONG, "size": 1})
     stage.play(30.0)
-    codes = [part.code for part in why.of(stage.store, stage.job)[0].values()]
+    codes = [part.code for part in why.of(stage.store, stage.job).found[0].values()]
     assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
-    assert "share" in {part.code for part in why.of(stage.store, second)[0].values()}
+    assert "share" in {part.code for part in why.of(stage.store, second).found[0].values()}
     assert len(facts(stage, second, Surveyed)) == 1
     work(stage, [Worker(hand, {}) for hand in hands], 10.0)
     assert [stage.store.status(id) for id in (stage.job, second)] == ["done", "done"]
-    assert "share" not in {part.code for part in why.of(stage.store, second)[0].values()}
+    assert "share" not in {part.code for part in why.of(stage.store, second).found[0].values()}
 
 
 def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_jobs: TwoJobs) -> None:

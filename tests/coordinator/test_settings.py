@@ -81,6 +81,7 @@ def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     ("method", "params", "said"),
     [
         ("fedavg", {"batch": 0}, "batch = 0: a whole number of at least 1 is wanted"),
+        ("fedprox", {"batch": 10**13}, "batch = 10000000000000: a whole number of at most 1000000000 is wanted"),
         ("fedavg", {"lr": -1.0}, "lr = "),
         ("fedavg", {"lr": float("nan")}, "lr: not a finite number"),
         ("fedprox", {"mu": -5.0}, "mu = "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from one_agent import MODEL, Site, until_claimed, until_finished, until_offered
 
 from fedquilt import tensors
+from fedquilt.core import StoreError
+from fedquilt.disk import Disk, Place
+from fedquilt.edge_agent.task.protocol import Outcome
 
 
 def until_pulled(site: Site) -> None:
@@ -92,6 +96,50 @@ def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.Lo
     site.ask(1, bundles=first.bundles)
     np.testing.assert_array_equal(tensors.read(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
     assert f"blob {blob.sha256[:12]}" in caplog.text
+
+
+@pytest.mark.parametrize(("engine", "hashed"), [("numpy", 0), ("onnx", 1)])
+def test_a_model_is_hashed_once_when_its_task_is_taken(
+    site: Site, engine: str, hashed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the task that reads it; where a library opens it by its path, by the agent before, and not by the task."""
+    digests: list[str] = []
+
+    def digest(disk: Disk, path: Place) -> str:
+        digests.append(Path(path).name)
+        return whole(disk, path)
+
+    whole = Disk.digest
+    monkeypatch.setattr(Disk, "digest", digest)
+    first = site.ask()
+    site.bench.finish()
+    site.run()
+    site.ack()
+    digests.clear()
+    site.ask(1, bundles=first.bundles, engine=engine)
+    (blob,) = first.bundles.values()
+    assert len(site.bench.orders) == 2
+    assert digests.count(blob.sha256) == hashed
+    assert site.bench.orders[-1].checked is not bool(hashed)
+
+
+def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_next_time(site: Site) -> None:
+    """The agent has hashed it within the hour, so that the task's process is the first to see the flipped bit."""
+    first = site.ask()
+    site.bench.finish()
+    site.run()
+    site.ack()
+    (blob,) = first.bundles.values()
+    path, times = site.folder / "d/blobs" / blob.sha256, (site.folder / "d/blobs" / blob.sha256).stat()
+    _flip(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
+    site.ask(1, bundles=first.bundles)
+    with pytest.raises(StoreError, match="is damaged"):
+        tensors.read(Path(site.bench.orders[-1].bundles["model"]), blob.sha256)  # as `task.main` does
+    site.bench.events.append(Outcome(code="disk", reason="it is damaged"))
+    site.run()
+    site.ask(1, bundles=first.bundles, attempt=1)
+    np.testing.assert_array_equal(tensors.read(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
 
 
 def _flip(path: Path, at: int = -1) -> None:

@@ -47,7 +47,11 @@ class Units:
         self._running.append(made)
 
     def said(self) -> str:
-        return self.log.read_text()[-4000:]
+        """Ends of all logs, and the facts last written: a board that is silent is explained by the other side's."""
+        logs = [path for path in (self.folder / "serve.log", self.folder / "run.log", self.log) if path.exists()]
+        ends = [f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}" for path in logs]
+        latest = [f"{type(fact).__name__} {str(fact)[:300]}" for fact in facts(self.folder / "runs")[-12:]]
+        return "\n".join([*ends, "facts:", *latest])
 
     def end(self) -> None:
         for process in self._running:

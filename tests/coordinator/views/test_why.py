@@ -148,7 +148,7 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
         Rejected(0, "d", "NaN"),
         Ended(status, "no quorum"),
     ]
-    assert why.lines(why.parts(facts, Plan(0, 100, Cohort(size=3), 0)), 0) == [
+    assert why.lines(told(facts, Plan(0, 100, Cohort(size=3), 0)), 0) == [
         "round 0:",
         "  update received: a",
         "  declined (memory): too big: b",
@@ -170,7 +170,7 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
         Resumed(),
         Surveyed(0, (), {"offline": ("b",)}),
     ]
-    assert why.lines(why.parts(facts, PLAN), 0) == [
+    assert why.lines(told(facts), 0) == [
         "round 0:",
         "  declined (data): no data: a",
         "  selected; no update by the deadline: b",
@@ -180,7 +180,7 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
 def test_a_round_that_cannot_begin_tells_why_too() -> None:
     """All are hot."""
     facts = [Started(BLOB), Surveyed(0, (), {"hot": ("a", "b")})]
-    assert why.lines(why.parts(facts, PLAN)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
+    assert why.lines(told(facts)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
@@ -206,9 +206,17 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
     assert survey(apply(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
 
 
+def told(facts: list[AnyFact], plan: Plan = PLAN) -> why.Parts:
+    """Parts of devices by these facts."""
+    made = why.Parts(plan)
+    for fact in facts:
+        made.add(fact)
+    return made
+
+
 def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
     """Grouped by reason; one device's way; an error names what there is."""
-    found = why.parts(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2), PLAN)
+    found = told(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2))
     assert why.lines(found, round=1) == [
         "round 1:",
         "  update received: a, b",
@@ -219,6 +227,17 @@ def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
         why.lines(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
         why.lines(found, device="z")
+
+
+def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it() -> None:
+    """Not that of a round which the job did not have."""
+    plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
+    evaluated = [*played(plan, {"a": "", "b": ""}, 1), Asked(1, 0, ("a", "b"))]
+    assert [line for line in why.lines(told(evaluated, plan)) if not line.startswith(" ")] == [
+        "round 0:",
+        f"{log.FINAL}:",
+    ]
+    assert why.lines(told(evaluated, plan), device="a")[-1] == f"{log.FINAL}: selected"
 
 
 def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) -> None:

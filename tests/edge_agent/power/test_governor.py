@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from fedquilt.core import OperatingPoint, Work
@@ -37,10 +39,10 @@ def chosen(policy: str, left_s: float, points: tuple[OperatingPoint, ...] = BOAR
 
 def test_a_forecast_counts_idle_until_the_deadline() -> None:
     """At 10 W for 10 s and then 1 W for 40 s: 140 J until the deadline in 50 s."""
-    (fast, middle, slow) = forecasts(BOARD, WORK, 50.0, 1.0)
-    assert (fast.point, fast.seconds, fast.energy_j) == (FAST, 10.0, 140.0)
-    assert (middle.seconds, middle.energy_j) == (20.0, 90.0)
-    assert (slow.seconds, slow.energy_j) == (40.0, 90.0)
+    (fast, middle, slow) = forecasts(BOARD, WORK)
+    assert (fast.point, fast.seconds, fast.energy_j(50.0, 1.0)) == (FAST, 10.0, 140.0)
+    assert (middle.seconds, middle.energy_j(50.0, 1.0)) == (20.0, 90.0)
+    assert (slow.seconds, slow.energy_j(50.0, 1.0)) == (40.0, 90.0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,31 @@ def test_without_counting_idle_racing_looks_better_than_it_is() -> None:
     """4 W for 10 s is less than 2.2 W for 20 s; with 2 W of idle for the 10 s left over it is more."""
     rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
     assert chosen("energy", 30.0, rows, idle_w=2.0) == "slow"
+    assert chosen("energy", 30.0, rows, idle_w=0.0) == "fast"
+
+
+def test_an_unknown_idle_power_is_not_taken_for_none() -> None:
+    """Idle at 0 W, slow takes 44 J and fast 40; at 2.2 W, the least at work, 66 and 84: slow loses 4 J, or fast 18."""
+    rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
+    assert name(choose(Rule(), rows, WORK, 30.0, None)) == "slow"
+
+
+def test_an_unknown_idle_power_leaves_racing_where_that_loses_least() -> None:
+    """Idle at 0 W, slow takes 56 J and fast 40; at 2.8 W, 84 and 96: slow would lose 16 J, and fast 12."""
+    rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.8))
     assert name(choose(Rule(), rows, WORK, 30.0, None)) == "fast"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_point_that_is_cheapest_at_both_ends_is_held_whatever_the_idle_power_is(seed: int) -> None:
+    """Joules are linear in the idle power: what holds at 0 W and at the least watts at work holds between them."""
+    roll = random.Random(seed)
+    points = tuple(point(str(each), roll.uniform(2, 10), roll.uniform(1, 9)) for each in range(4))
+    least_w = min(each.busy_w or 0.0 for each in points)
+    ends = {name(choose(Rule(), points, WORK, 60.0, idle_w)) for idle_w in (0.0, least_w)}
+    if len(ends) == 1:
+        between = [name(choose(Rule(), points, WORK, 60.0, roll.uniform(0, least_w))) for _ in range(5)]
+        assert {name(choose(Rule(), points, WORK, 60.0, None)), *between} == ends
 
 
 def test_a_board_that_is_slower_than_its_profile_gets_a_faster_point() -> None:
@@ -142,8 +168,6 @@ def test_too_little_of_a_task_says_nothing_of_its_pace(share: float, seconds: fl
 
 def test_the_cheapest_is_the_cheapest_of_all_points() -> None:
     """Over many boards and deadlines, against trying every point."""
-    import random
-
     roll = random.Random(0)
     for _ in range(200):
         points = tuple(point(str(i), roll.uniform(1, 20), roll.uniform(1, 30)) for i in range(roll.randint(1, 9)))

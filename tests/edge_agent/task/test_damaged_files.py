@@ -11,7 +11,8 @@ from children import METHODS, MODEL, Place, carried_out, child
 from msgspec.structs import replace
 
 from fedquilt import tensors
-from fedquilt.core import BlobRef, Encoding
+from fedquilt.core import BlobRef, Encoding, StoreError
+from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 
@@ -61,6 +62,19 @@ def test_a_model_that_has_changed_since_the_agent_opened_it_is_not_worked_with(m
     outcome = done(moving, order(moving, codec="raw"))
     assert (outcome.code, outcome.bundles) == ("disk", {})
     assert f"{model} is damaged" in outcome.reason
+
+
+def test_a_model_that_is_opened_by_its_path_is_compared_with_its_hash_before(moving: Place) -> None:
+    """A method may give the path to a library, which compares nothing."""
+    given = order(moving, codec="raw")
+    assert main._sound(given, "model") == moving.folder / "model"
+    model = moving.folder / "model"
+    changed = bytearray(model.read_bytes())
+    changed[-1] ^= 1
+    model.write_bytes(changed)
+    with pytest.raises(StoreError, match="is damaged"):
+        main._sound(given, "model")
+    assert main._sound(replace(given, checked=False), "model") == model
 
 
 def test_a_model_that_changes_while_a_task_works_is_no_base_of_its_update(moving: Place) -> None:

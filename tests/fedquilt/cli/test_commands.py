@@ -16,11 +16,12 @@ from waiting import until
 import fedquilt.cli
 from command_lines import parsed
 from fedquilt import cli, progress
-from fedquilt.cli import commands, main
+from fedquilt.cli import commands, main, options
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 
-HELPERS = {"__init__", "__main__", "commands", "homes", "options", "phased", "reference"}
+HELPERS = {"__init__", "__main__", "commands", "entry", "homes", "options", "phased", "reference"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -123,10 +124,15 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--help"], {"numpy", "torch", "sqlite3", "asyncio"}),
         (["agent", "/none.toml"], {"numpy", "torch", "onnxruntime"}),
+        (["ls"], {"numpy", "torch", "onnxruntime", "email"}),
+        (["why", "small"], {"numpy", "torch", "onnxruntime", "email"}),
+        (["devices"], {"numpy", "torch", "onnxruntime", "email"}),
     ],
 )
-def test_what_is_light_stays_light(words: list[str], forbidden: set[str]) -> None:
-    """`--help` reads every verb's file, and the agent of a board stays up for months."""
+def test_what_is_light_stays_light(words: list[str], forbidden: set[str], tmp_path: Path) -> None:
+    """`--help` reads every verb's file, the agent of a board stays up for months, and scripts call `ls` all day."""
+    with Store(tmp_path / options.HOME) as store:
+        store.add(settings.Job("small", "fedavg", rounds=1), Path("b.bundle"))
     code = f"""
 import sys
 from fedquilt.cli import main
@@ -135,10 +141,25 @@ try:
 except SystemExit:
     pass
 print(*sorted({{name.split('.')[0] for name in sys.modules}}), file=sys.stderr)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
-    )
+    environ = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert not forbidden & set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("module", ["click", "fedquilt.cli.commands", "fedquilt.cli.demo", "numpy"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module: str, tmp_path: Path) -> None:
+    """As it does later: an import of a command takes most of its first second."""
+    code = f"""
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from fedquilt.cli import main
+sys.exit(main(["demo"]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["partition"], ["kept", "list"]])

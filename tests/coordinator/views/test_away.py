@@ -1,0 +1,63 @@
+"""What onlookers are told while the coordinator does not reach its broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt import cli
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.boards_link import Boards, NotedLink
+from fedquilt.coordinator.store import Store
+from fedquilt.transport.link import MemoryBroker
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with a run that a coordinator has taken up."""
+    with Store(tmp_path) as store:
+        id = store.add(settings.parse({"name": "j", "method": "fedavg", "engine": "numpy"}), tmp_path)
+        store.next_epoch()
+        store.begin(id)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_coordinator_without_its_broker_is_what_runs_wait_for(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its start on, until it reaches the broker, and again once that is lost; for how long, in words."""
+    now = [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    link = MemoryBroker().connect()
+    link.connected = False
+    noted = Boards(home, clock=lambda: now[0])
+    with Store(home) as store:
+        assert store.lock()
+        executor = NotedLink(link, "f", Depot(home / "blobs"), 1, noted)
+        for connected in (False, True, False):
+            link.connected = connected
+            executor.due_s(now[0])
+            now[0] += 720.0
+            told = [said(capsys, *words, "--home", str(home)) for words in (["ls"], ["why", "j"], ["devices"])]
+            assert [("its broker, which it has not reached for 12 min" in " ".join(each.split())) for each in told] == [
+                not connected
+            ] * 3
+    noted.close()
+
+
+def test_nobody_is_said_to_wait_for_a_broker_where_no_coordinator_runs(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last one may have ended without it."""
+    noted = Boards(home)
+    noted.step(0.0)
+    noted.close()
+    for words in (["ls"], ["why", "j"], ["devices"]):
+        assert "broker, which" not in said(capsys, *words, "--home", str(home))
