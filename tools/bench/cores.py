@@ -114,7 +114,8 @@ def _contestants(carrier: str, counts: list[int], here: list[int]) -> list[sim.C
 
 def _drawn(path: Path, count: int) -> Path:
     """Images of noise in which a bright row tells the class, as an .npz file."""
-    draws, held = np.random.default_rng(sim.SEED), {}
+    draws = np.random.default_rng(sim.SEED)
+    held: dict[str, np.ndarray] = {}
     for suffix, size in (("", count), ("_test", TESTED)):
         y = draws.integers(10, size=size)
         x = draws.integers(60, size=(size, 28, 28), dtype=np.uint8)
@@ -132,12 +133,10 @@ def _ratios(runs: dict[str, list[dict[str, Any]]], half: str, whole: str) -> lis
 def lines(result: dict[str, Any]) -> list[str]:
     """For people."""
     shown = [f"engine {result['engine']}, load {result['load']:.1f} when it began"]
-    shown.append(
-        f"{'':24} client-rounds/s   start s   whole s   CPU s   accuracy   coordinator's CPU ms a client-round"
-    )
+    shown.append(f"{'':24} client-rounds/s   start s   whole s   accuracy   coordinator's CPU ms a client-round")
     for name, each in result["runs"].items():
         spent = f"{result['coordinator_ms'][name]:10.2f}" if name in result["coordinator_ms"] else ""
-        times = f"{each['rate']:15.1f} {each['start_s']:9.1f} {each['wall_s']:9.1f} {each['cpu_s']:7.1f}"
+        times = f"{each['rate']:15.1f} {each['start_s']:9.1f} {each['wall_s']:9.1f}"
         shown.append(f"  {each['title']:22} {times} {100 * each['accuracy']:9.2f}% {spent}")
     for title, ratios in (("ours", result["ratios"]), ("the bare loop", result["bare_ratios"])):
         if ratios:

@@ -23,7 +23,8 @@ STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started h
 KNOCK_S: Final = 10.0
 ATTEMPTS: Final = 3  # at a client server
 QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
-ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a Ray that listens on 127.0.0.1 alone
+# A Ray that listens on 127.0.0.1 alone, and whose workers have the priority of the command and not 15 steps less.
+ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 
 VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
 

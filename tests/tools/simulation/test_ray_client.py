@@ -37,6 +37,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--node-ip-address=127.0.0.1", f"--port={gcs}", f"--ray-client-server-port={port}", "--num-cpus=2"]
     command += [f"--object-store-memory={STORE_BYTES}", f"--temp-dir={tmp_path_factory.mktemp('ray')}"]
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    env["RAY_worker_niceness"] = "0"  # at Ray's 15, workers hardly run on a busy machine
     env["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = "300"  # on a busy machine Ray's 30 s are too short
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
