@@ -28,6 +28,8 @@ ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness":
 
 VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
 
+TOKEN: Final = {"RAY_AUTH_MODE": "token"}
+
 
 class Connected(NamedTuple):
     """A connection to Ray."""
@@ -87,17 +89,36 @@ def connect(engine: str, processors: int | None) -> Connected:
             "object_store_memory": STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
         }
-    with _environment({**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE})}):
+    locked = engine.startswith(SCHEME) and "RAY_AUTH_MODE" not in os.environ and _has_token(os.environ)
+    kept = {**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE}), **(TOKEN if locked else {})}
+    with _environment(kept):
         ray = extras.load("ray")
         if ray.is_initialized():
             return Connected(ray, ours=False, own=False)
         try:
             if there:
                 _knock(there)
+            if locked:
+                _read_again()
             _init(ray, there, how)
         except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
             raise PoolError(_refusal(ray, there, " ".join(str(error).split()))) from None
     return Connected(ray, ours=True, own=not there)
+
+
+def _has_token(environ: Mapping[str, str]) -> bool:
+    """Whether Ray would find a token. A head enables tokens where it finds one; a client has to be told to send it."""
+    path = environ.get("RAY_AUTH_TOKEN_PATH")
+    return (
+        bool(environ.get("RAY_AUTH_TOKEN")) or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
+    )
+
+
+def _read_again() -> None:
+    """Have a Ray that was imported before read its environment again."""
+    from ray._raylet import Config
+
+    Config.initialize("")
 
 
 def _refusal(ray: Any, there: str | None, said: str) -> str:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Client server of a Ray of its own, on 127.0.0.1 alone, with two processors."""
+    """Client server of a Ray of its own, on 127.0.0.1 alone, with two processors and a token."""
     port, gcs = free_port(), free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=false"]
     command += ["--node-ip-address=127.0.0.1", f"--port={gcs}", f"--ray-client-server-port={port}", "--num-cpus=2"]
@@ -39,6 +39,16 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     env["RAY_worker_niceness"] = "0"  # at Ray's 15, workers hardly run on a busy machine
     env["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = "300"  # on a busy machine Ray's 30 s are too short
+    token = tmp_path_factory.mktemp("token") / "auth_token"
+    token.write_text("0123456789abcdef" * 4)
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        yield from served(command, env, port)
+
+
+def served(command: Sequence[str], env: Mapping[str, str], port: int) -> Iterator[str]:
+    """Address of the client server, while it runs."""
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         until_s = time.monotonic() + 120
