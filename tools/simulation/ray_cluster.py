@@ -99,7 +99,7 @@ def connect(engine: str, processors: int | None) -> Connected:
             if there:
                 _knock(there)
             if locked:
-                _read_again()
+                ray._raylet.Config.initialize("")  # the environment again, where Ray was imported before
             _init(ray, there, how)
         except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
             raise PoolError(_refusal(ray, there, " ".join(str(error).split()))) from None
@@ -112,13 +112,6 @@ def _has_token(environ: Mapping[str, str]) -> bool:
     return (
         bool(environ.get("RAY_AUTH_TOKEN")) or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
     )
-
-
-def _read_again() -> None:
-    """Have a Ray that was imported before read its environment again."""
-    from ray._raylet import Config
-
-    Config.initialize("")
 
 
 def _refusal(ray: Any, there: str | None, said: str) -> str:
