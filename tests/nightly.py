@@ -47,9 +47,10 @@ BENCHES: Final = (
     "large",
     "sums",
     "sites",
+    "cores",
 )
 CONTAINERS: Final = "tests/examples/test_containers.py"
-RAY: Final = ("tests/tools/simulation/test_ray.py", "tests/tools/simulation/test_ray_methods.py")
+RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 GRAPHS: Final = (  # tests of graphs that no board may run
     "tests/fedquilt/test_graph_check.py",

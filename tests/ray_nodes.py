@@ -88,6 +88,7 @@ def cluster() -> Iterator[Nodes]:
     """A cluster of one node, which RAY_ADDRESS names meanwhile."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patched.setenv("RAY_worker_niceness", "0")  # at Ray's 15, workers hardly run on a busy machine
         made = Nodes()
         patched.setenv("RAY_ADDRESS", made.address)
         yield made

@@ -27,6 +27,7 @@ WHAT = (
     "sums",
     "sites",
     "sim",
+    "cores",
 )
 FLEETS = ("coordinator", "sites")
 ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"
@@ -58,7 +59,17 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
     "--data",
     type=options.FOLDER,
     metavar="FOLDER",
-    help="For sim: folder of IDX images of 28x28, such as MNIST's raw folder.",
+    help="For sim and cores: folder of IDX images of 28x28, such as MNIST's raw folder (cores: drawn without one).",
+)
+@option(
+    "--engine",
+    metavar="ENGINE",
+    help="For cores: auto, pool, ray or ray://HOST:PORT, as of `fleet` (default: pool).",
+)
+@option(
+    "--cores",
+    type=options.POSITIVE,
+    help="For cores: an even number, of which half are used first (default: those of this machine).",
 )
 @option(
     "--with",
@@ -118,7 +129,8 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         *((name, what == "sites", "`bench sites`") for name in ("sites", "methods")),
         ("updates", what == "large", "`bench large`"),
         ("ablate", what == "stitch", "`bench stitch`"),
-        ("data", what == "sim", "`bench sim`"),
+        ("data", what in ("sim", "cores"), "`bench sim` and `bench cores`"),
+        *((name, what == "cores", "`bench cores`") for name in ("engine", "cores")),
         ("beside", what == "sim", "`bench sim`"),
         ("only", ablating or what == "sim", "`bench stitch --ablate` and `bench sim`"),
         *((name, ablating, "`bench stitch --ablate`") for name in ("bundle", "alpha", "seeds", "out")),
@@ -133,6 +145,9 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     if what == "sites":
         some = {name: given[name] for name in ("sites", "rounds", "methods") if given[name] is not None}
         return tool.main(what, format, given=some | ({"agents": given["agents"][0]} if given["agents"] else {}))
+    if what == "cores":
+        some = {name: given[name] for name in ("engine", "cores", "data") if given[name] is not None}
+        return tool.main(what, format, given=some)
     if what == "large":
         return tool.main(what, format, given={"updates": given["updates"]} if given["updates"] else {})
     if what != "sim":

@@ -46,6 +46,7 @@ def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_pat
     srun, ray, fedquilt, *again = (tmp_path / "said").read_text().splitlines()
     assert "--nodes=3 --ntasks=3" in srun
     assert "symmetric-run --address 127.0.0.1:6379 --min-nodes 3 --num-cpus=16 " in ray
+    assert "dashboard" not in ray  # what `ray start` takes with --head alone, and these options go to all nodes
     assert fedquilt == "fedquilt fleet job.toml --engine ray --home /runs"
     command_lines.parsed(shlex.split(fedquilt)[1:])
     mode, token = ray.split()[-2:]
@@ -103,6 +104,7 @@ def test_the_ray_clusters_head_has_no_workers_and_asks_for_a_token(job: dict[str
     """Head and workers run one image, and none reports to Ray's makers."""
     cluster = job["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
+    assert f'"ray[default]=={cluster["rayVersion"]}"' in (FOLDER / "Containerfile").read_text()
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     containers = [each for pod in pods for each in pod["template"]["spec"]["containers"]]

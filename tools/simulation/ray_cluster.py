@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,11 +16,19 @@ from fedquilt import extras
 from fedquilt.core import JobError
 from fedquilt.tools.simulation.workers import KEPT, SINGLE, PoolError
 
+log = logging.getLogger("fedquilt.simulation")
+
 SCHEME: Final = "ray://"
 STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started here; what is more goes to its disk
 KNOCK_S: Final = 10.0
+ATTEMPTS: Final = 3  # at a client server
 QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
-ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a Ray that listens on 127.0.0.1 alone
+# A Ray that listens on 127.0.0.1 alone, and whose workers have the priority of the command and not 15 steps less.
+ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+
+VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
+
+TOKEN: Final = {"RAY_AUTH_MODE": "token"}
 
 
 class Connected(NamedTuple):
@@ -80,25 +89,65 @@ def connect(engine: str, processors: int | None) -> Connected:
             "object_store_memory": STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
         }
-    with _environment({**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE})}):
+    locked = engine.startswith(SCHEME) and "RAY_AUTH_MODE" not in os.environ and _has_token(os.environ)
+    kept = {**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE}), **(TOKEN if locked else {})}
+    with _environment(kept):
         ray = extras.load("ray")
         if ray.is_initialized():
             return Connected(ray, ours=False, own=False)
         try:
             if there:
                 _knock(there)
+            if locked:
+                ray._raylet.Config.initialize("")  # the environment again, where Ray was imported before
+            _init(ray, there, how)
+        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+            raise PoolError(_refusal(ray, there, " ".join(str(error).split()))) from None
+    return Connected(ray, ours=True, own=not there)
+
+
+def _has_token(environ: Mapping[str, str]) -> bool:
+    """Whether Ray would find a token. A head enables tokens where it finds one; a client has to be told to send it."""
+    path = environ.get("RAY_AUTH_TOKEN_PATH")
+    return (
+        bool(environ.get("RAY_AUTH_TOKEN")) or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
+    )
+
+
+def _refusal(ray: Any, there: str | None, said: str) -> str:
+    """Why Ray was not reached or started, and the mend; `said` are Ray's own words."""
+    if not there:
+        return f"Ray could not be started ({said[:300]}): `fedquilt fleet --engine pool` needs none"
+    told = VERSIONS.findall(said)
+    if len(told) == 2:
+        (theirs, their_python), (ours, our_python) = told
+        return (
+            f"the cluster at {there} runs Ray {theirs} on Python {their_python}, and this command Ray {ours} on Python "
+            f"{our_python}: they have to be the same. Install the cluster's here (pip install 'ray[client]=={theirs}', "
+            "on its Python), or this command's on all of its nodes"
+        )
+    return (
+        f"no Ray could be reached at {there} ({said[:300]}): it has to run the same versions of Ray and Python (here "
+        f"Ray {ray.__version__}), with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client "
+        "server, port 10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
+    )
+
+
+def _init(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
+    """Connect to Ray, or start it.
+
+    A client server starts a process for each client; one that ends amid its start, as a server's first process at
+    times does, is asked for again.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        try:
             with _signals_kept():
                 ray.init(address=there or "local", **how)
-        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
-            said = " ".join(str(error).split())[:300]
-            raise PoolError(
-                f"no Ray could be reached at {there} ({said}): it has to run the same versions of Ray and Python, "
-                f"with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client server, port "
-                "10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
-                if there
-                else f"Ray could not be started ({said}): `fedquilt fleet --engine pool` needs none"
-            ) from None
-    return Connected(ray, ours=True, own=not there)
+            return
+        except ConnectionAbortedError as error:
+            if not left:
+                raise
+            log.warning("the client server at %s had no process for this command, and is asked again: %s", there, error)
 
 
 def _knock(address: str) -> None:

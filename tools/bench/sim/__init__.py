@@ -71,6 +71,8 @@ class Contestant:
     command: tuple[str, ...]
     processes: int
     engine: str = ""  # of our devices, instead of the workload's
+    carrier: str = ""  # who does our devices' work, as of `--engine`; "": a pool
+    cores: frozenset[int] = frozenset()  # that it and all it starts may use; none: as this process
 
     def takes(self, work: Workload) -> bool:
         """Whether it is no other of the contestants under another name."""
@@ -139,9 +141,9 @@ def measure(
             lay_out(work, path, Path(scratch) / work.name)
         for done, (work, turn, each) in enumerate(turns):
             tell = partial(show, f"{work.name}, turn {turn + 1} of {repeats}: {each.title}", done, len(turns))
-            runs[work.name].setdefault(each.name, []).append(_run(each, Path(scratch) / work.name, work, tell))
+            runs[work.name].setdefault(each.name, []).append(run(each, Path(scratch) / work.name, work, tell))
         for work in workloads:
-            found["workloads"][work.name] = _summary(runs[work.name], contestants)
+            found["workloads"][work.name] = summary(runs[work.name], contestants)
     found["figures"] = _figures(found)
     return found
 
@@ -222,7 +224,7 @@ def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors.decode(shown.stdout)
 
 
-def _run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]) -> dict[str, Any]:
+def run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]) -> dict[str, Any]:
     """One contestant once: what it tells, and what its processes hold together at most. `tell` is called meanwhile.
 
     Raises:
@@ -232,11 +234,12 @@ def _run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()
         process = subprocess.Popen(
-            [*each.command, str(folder), str(each.processes), *filter(None, [each.engine])],
+            [*each.command, str(folder), str(each.processes), *filter(None, [each.engine, each.carrier])],
             stdout=told,
             stderr=said,
             env=env,
             cwd=folder,
+            preexec_fn=partial(os.sched_setaffinity, 0, each.cores) if each.cores else None,
         )
         rss, pss, spent_s = 0, 0, _children_s()
         while process.poll() is None:
@@ -282,7 +285,7 @@ def _held(pid: int) -> tuple[int, int]:
     return rss, pss
 
 
-def _summary(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
+def summary(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
     """Medians of each contestant's runs."""
     kept = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
     return {

@@ -1,7 +1,11 @@
-"""fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS [ENGINE]`; without ENGINE the job's."""
+"""fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS [ENGINE [CARRIER]]`.
+
+Without ENGINE the devices have the job's, and without CARRIER (as of `fedquilt fleet --engine`) a pool does their work.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -13,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples
 from fedquilt.tools.simulation import Member
@@ -45,10 +50,13 @@ def main() -> None:
     spec = json.loads((folder / "spec.json").read_text())
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
     job = settings.parse({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
+    carrier = sys.argv[4] if sys.argv[4:] else "pool"
     began_s, before_s = time.perf_counter(), time.time() - float(os.environ["BENCH_BEGAN"])
     told: dict[str, float] = {}
+    spent_s: list[float] = []  # of this process before the first round, and after each
 
     def observe(simulation: Simulation, hands: Hands) -> None:
+        spent_s.append(time.process_time())
         if simulation.finished:
             told.update(hands.test(simulation) or {})
 
@@ -57,6 +65,7 @@ def main() -> None:
         folder / "bundle",
         members(folder, spec),
         workers=workers,
+        engine=carrier,
         together=True,
         test=test,
         observe=observe,
@@ -68,6 +77,9 @@ def main() -> None:
                 "rounds_s": [round.wall_s for round in outcome.rounds],
                 "accuracy": told["accuracy"],
                 "run_s": time.perf_counter() - began_s,
+                "coordinator_s": spent_s[len(outcome.rounds)]
+                - spent_s[1],  # of its processor, in all rounds but the first
+                "sha256": hashlib.sha256(tensors.encode(outcome.artefact.tensors)).hexdigest(),
             }
         )
     )
