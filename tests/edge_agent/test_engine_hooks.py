@@ -255,11 +255,11 @@ def test_mixed_precision_is_left_aside_on_a_cpu():
 
 
 def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels-last, as a processor and 16-bit training have it: a convolution's sums in another order."""
+    """Channels last, as a processor has small convolutions, or as they come: sums in another order."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines import torch_engine
 
-    start, fit, engine = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2), TorchEngine(AMPLE)
+    start, fit, engine = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2), torch_engine.TorchEngine(AMPLE)
     seen: list[bool] = []
 
     def begin(model: object) -> None:
@@ -274,7 +274,7 @@ def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatc
     last, turned = trained()
     assert turned or torch.cuda.is_available()
     scored = engine.evaluate(CNN, last, pictures())
-    monkeypatch.setattr(TorchEngine, "_layout", lambda self, half: torch.contiguous_format)
+    monkeypatch.setattr(torch_engine, "WIDE", 1)
     first, turned = trained()
     assert not turned
     assert engine.evaluate(CNN, last, pictures()) == pytest.approx(scored, rel=1e-5)
