@@ -6,9 +6,8 @@ With trained batch normalisation the mini-batch stays whole, and activations are
 (`torch_recompute`): the same bits under any budget. A mini-batch of one example, where a channel has a single value,
 is normalised by the running statistics. Equal input, generator, threads and budget give equal bits.
 
-A processor lays small convolutions out channels last (`WIDE`). `Fit.mixed` asks a GPU for that and for 16-bit
-arithmetic: bfloat16 where the GPU computes in it, else float16 with a scaled loss, which skips a step whose gradients
-overflow; on a CPU it has no effect.
+`Fit.mixed` asks for 16-bit arithmetic and channels-last layout: bfloat16 where the GPU computes in it,
+else float16 with a scaled loss, which skips a step whose gradients overflow; on a CPU it has no effect.
 """
 
 from __future__ import annotations
@@ -29,15 +28,19 @@ from torch import nn
 
 from fedquilt import footprint, metrics
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
-from fedquilt.edge_agent.engines import gpu, objectives, torch_objectives, torch_recompute, torch_step, training
+from fedquilt.edge_agent.engines import (
+    gpu,
+    objectives,
+    torch_objectives,
+    torch_pooling,
+    torch_recompute,
+    torch_step,
+    training,
+)
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
-# Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
-# 0.85 to 0.97 of the time up to 128 channels, 1.0 to 1.3 times with 256 and 1.3 to 1.5 times with 512; of 1x1 weights
-# half the time, and max pooling a ninth (x86-64, one core, forward and backward).
-WIDE = 1 << 19
 READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # steps whose losses are read together: on a GPU, each reading waits for its work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
@@ -117,9 +120,11 @@ class TorchEngine:
         half = self._half if fit.mixed else None
         with _repeatable(int(rng.integers(2**53))):
             model, probe = self._load(network, start, examples, hooks)
-            model = model.train().to(memory_format=self._layout(model, half))
+            layout = torch.channels_last if half else torch.contiguous_format
+            model = model.train().to(memory_format=layout)
             torch_step.hold_still(model, hooks)
             torch_recompute.settle(model)
+            self._quicken(model)
             anchors = torch_step.anchored(model, hooks)
             moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
             room_bytes = probe.room(self._room_bytes, anchors=len(anchors), moving=1 + moments)
@@ -157,7 +162,7 @@ class TorchEngine:
         found = objectives.Evaluation(task)
         with _repeatable(0):
             module, probe = self._load(network, model, examples, hooks)
-            module = module.eval().to(memory_format=self._layout(module, None))
+            self._quicken(module.eval())
             at_once = training.fitting(
                 probe.room(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
             )
@@ -203,11 +208,9 @@ class TorchEngine:
                 value.copy_(torch.tensor(start[name]))
         return model, probe
 
-    def _layout(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
-        """Layout of the network's convolutions and pictures: the one that is faster, whatever the mini-batch."""
-        narrow = all(value.numel() < WIDE for value in model.parameters() if value.ndim == 4)
-        last = half is not None or (self._device.type == "cpu" and narrow)
-        return torch.channels_last if last else torch.contiguous_format
+    def _quicken(self, model: nn.Module) -> None:
+        if self._device.type == "cpu":
+            torch_pooling.quicken(model)
 
     def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
         """Run two examples, as batch normalisation takes no fewer, and measure what the backward pass would need."""
