@@ -177,7 +177,7 @@ class TorchEngine:
         training.require_examples(examples, each)
         with _repeatable(0):
             module, probe = self._load(network, model, examples, hooks)
-            module.eval()
+            module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = probe.room(self._room_bytes, moving=1)
             # a group needs one gradient of all weights, and its examples' activations
             group = probe.trained.weights_bytes + each * probe.example_bytes
@@ -186,7 +186,7 @@ class TorchEngine:
             parts = (self._batch(network, examples, some, hooks) for some in rows)
             loss = partial(torch_objectives.total, metrics.task_of(network))
             found = fisher.diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
-        return {name: value.cpu().contiguous().numpy() for name, value in found.items()}
+        return {name: value.cpu().numpy() for name, value in found.items()}
 
     def _load(
         self,
@@ -212,9 +212,9 @@ class TorchEngine:
 
     def _layout(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         """Layout of the network's convolutions and pictures: the one that is faster and takes no more memory."""
-        own = [each for each in model.modules() if isinstance(each, nn.Conv2d)]
-        small = all(each.groups == 1 and each.weight.numel() < WIDE for each in own)
-        last = half is not None or (self._device.type == "cpu" and small)
+        small = all(value.numel() < WIDE for value in model.parameters() if value.ndim == 4)
+        plain = all(each.groups == 1 for each in model.modules() if isinstance(each, nn.Conv2d))
+        last = half is not None or (self._device.type == "cpu" and small and plain)
         return torch.channels_last if last else torch.contiguous_format
 
     def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
