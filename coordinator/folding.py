@@ -7,7 +7,7 @@ does, the commit folds them all anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedquilt import exact
@@ -32,7 +32,7 @@ class Folding:
         """Begin again, with the sum of nobody."""
         self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
         self.total: Any = None  # sum of those; None: of nobody
-        self._apart: list[tuple[dict[str, Told], Any]] = []  # sums of other devices, each with what is in it
+        self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # sums of others, each with what is in it
 
     def follows(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
         """Whether a device can be folded next, as if it came last.
@@ -54,14 +54,18 @@ class Folding:
         """Store the sum including the update of a device."""
         self._told[device], self.total = told, total
 
-    def put_apart(self, given: Mapping[str, Told], total: Any) -> None:
-        """Store the sum of several devices' updates that somebody else has folded, of a fold that adds up."""
+    def put_apart(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
+        """Store what waits for the sum of several devices' updates that somebody else folds, of a fold that adds up.
+
+        It gives None where the sum has not come to be; these updates are folded one by one then.
+        """
         self._apart.append((dict(given), total))
 
     def gather(self, updates: Mapping[str, Update]) -> None:
         """Merge the sums of which exactly these updates are part; the others' are folded one by one."""
-        for given, total in self._apart:
-            if all(device in updates and told(updates[device]) == each for device, each in given.items()):
+        for given, waits in self._apart:
+            counts = all(device in updates and told(updates[device]) == each for device, each in given.items())
+            if counts and (total := waits()) is not None:
                 self.total = total if self.total is None else exact.join(self.total, total)
                 self._told |= given
         self._apart = []

@@ -144,13 +144,21 @@ class Summing:
             return None
         return self._depot.file(rounds.state.sha256)
 
-    def foresee_sum(self, rounds: Rounds, round: int, given: Mapping[str, Told], packed: bytes) -> None:
-        """Take the packed sum of updates if all are foreseen; it counts once all of them do, with the same content."""
+    def foresee_sum(self, rounds: Rounds, round: int, given: Mapping[str, Told], packed: Callable[[], bytes]) -> None:
+        """Take the packed sum of updates if all are foreseen; it counts once all of them do, with the same content.
+
+        `packed` waits for it, and is called once the round is committed; b"": there is none.
+        """
         if not all(self.foreseen(rounds, round, device) for device in given):
             return
-        with contextlib.suppress(Exception):
-            assert self._sums is not None
-            self._folding.put_apart(given, tensors.unpack(packed, self._sums))
+
+        def total() -> Any:
+            with contextlib.suppress(Exception):
+                assert self._sums is not None
+                return tensors.unpack(packed(), self._sums)
+            return None
+
+        self._folding.put_apart(given, total)
 
     def _keep(self, update: Update, given: Contribution) -> None:
         """Keep the tensors read for the commit, as long as there is room."""

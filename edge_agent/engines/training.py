@@ -66,9 +66,7 @@ def features(
     if network.get("name") == "transformer":
         return _tokens(x, network["vocabulary"])
     if x.dtype.kind == "u":
-        found = x.astype(np.float32)
-        found /= np.float32(np.iinfo(x.dtype).max)  # in place: another array of this size costs as much again
-        return found
+        return np.divide(x, np.float32(np.iinfo(x.dtype).max), dtype=np.float32)  # in one pass over the numbers
     if x.dtype.kind not in "fib":
         raise DataError(f"examples of type {x.dtype}: expected numbers")
     return x.astype(np.float32)

@@ -254,21 +254,29 @@ def test_mixed_precision_is_left_aside_on_a_cpu():
     assert same_bits(*models)
 
 
-def test_the_layout_of_16_bit_training_changes_no_result() -> None:
-    """Channels-last with 32 bits in it, as no 16-bit type is wanted: a convolution's sums in another order."""
+def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels last, as a processor has small convolutions, or as they come: sums in another order."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines import torch_engine
 
-    start, fit, seen = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2, mixed=True), set()
+    start, fit, engine = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2), torch_engine.TorchEngine(AMPLE)
+    seen: list[bool] = []
 
     def begin(model: object) -> None:
         four = [value for value in model.parameters() if value.ndim == 4 and min(value.shape[1:]) > 1]
-        seen.update(value.is_contiguous(memory_format=torch.channels_last) for value in four)
+        seen.extend(value.is_contiguous(memory_format=torch.channels_last) for value in four)
 
-    hooks = Hooks(steps=(Step(begin=begin),))
-    with pytest.warns(UserWarning, match="CPU autocast"):
-        last, _ = TorchEngine(AMPLE, half=torch.float64).train(CNN, start, pictures(), fit, tensors.rng(0), hooks=hooks)
-    assert seen == {True}
-    first, _ = TorchEngine(AMPLE).train(CNN, start, pictures(), fit, tensors.rng(0))
+    def trained() -> tuple[dict[str, np.ndarray], bool]:
+        seen.clear()
+        model, _ = engine.train(CNN, start, pictures(), fit, tensors.rng(0), hooks=Hooks(steps=(Step(begin=begin),)))
+        return model, seen[0]
+
+    last, turned = trained()
+    assert turned or torch.cuda.is_available()
+    scored = engine.evaluate(CNN, last, pictures())
+    monkeypatch.setattr(torch_engine, "WIDE", 1)
+    first, turned = trained()
+    assert not turned
+    assert engine.evaluate(CNN, last, pictures()) == pytest.approx(scored, rel=1e-5)
     for name, array in first.items():
         np.testing.assert_allclose(last[name], array, rtol=1e-5, atol=1e-5)

@@ -19,8 +19,9 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol
@@ -31,7 +32,7 @@ from fedquilt import core
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.scratch import Scratch
-from fedquilt.tools.simulation.workers import Answer, Place, PoolError, Setup, Share, Work, Workers
+from fedquilt.tools.simulation.workers import Answer, Place, PoolError, Setup, Share, Sum, Work, Workers
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
 LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
@@ -44,6 +45,7 @@ class Package:
     orders: Sequence[Order]
     given: bool = False  # whether a worker has it, or has had it
     answer: Answer | None = None
+    sum: bytes | None = None  # of the updates in it, once its worker has made it
     lost: int = 0  # how many workers have been lost that had it
 
     def holds(self, orders: Sequence[Order]) -> bool:
@@ -58,8 +60,8 @@ class Sums(Protocol):
         """File of the state of the round that these orders are of; "": they are not to be folded."""
         ...
 
-    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: bytes) -> None:
-        """Take the packed sum of those outcomes that are updates; they follow one by one."""
+    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: Callable[[], bytes]) -> None:
+        """Take what waits for the packed sum of those outcomes that are updates; they follow one by one."""
         ...
 
 
@@ -145,8 +147,10 @@ class Pool:
         self._ahead = [each for each in self._ahead if each not in packages]
         first, following = True, iter(orders)
         for package, answer in zip(packages, self._spread(packages), strict=True):
-            if answer.sum and self._sums is not None:
-                self._sums.summed(package.orders, [done.outcome for done in answer.done], answer.sum)
+            if answer.summed and self._sums is not None:
+                self._sums.summed(
+                    package.orders, [done.outcome for done in answer.done], partial(self._sum_of, package)
+                )
             for done in answer.done:
                 if first:
                     self._joint, first = done.joint, False
@@ -184,13 +188,18 @@ class Pool:
                 self._given[worker] = package
 
     def _collect(self, *, block: bool) -> None:
-        """Take the answers of workers that are done; with `block` wait until something has happened.
+        """Take the answers and sums that workers have made; with `block` wait until something has happened.
 
         Raises:
             PoolError: several workers were lost with the same orders; names their devices.
         """
         for worker, answer in self._workers.done(block=block):
-            package = self._given.pop(worker)
+            package = self._given[worker]
+            if answer is None or isinstance(answer, Sum) or not answer.summed:
+                del self._given[worker]
+            if isinstance(answer, Sum):
+                package.sum = answer.packed
+                continue
             package.answer = answer
             if answer is None:
                 package.given, package.lost = False, package.lost + 1
@@ -200,6 +209,13 @@ class Pool:
                         f"{LOST} workers were lost, one after the other, with the work of {names}: most likely it "
                         "needs more memory than a node has; give fewer --workers, or a smaller network or batch"
                     )
+
+    def _sum_of(self, package: Package) -> bytes:
+        """Wait for a package's sum; b"": there is none, so that its updates are folded one by one."""
+        with contextlib.suppress(PoolError):  # a worker has died: the next orders find out, and say why
+            while package.sum is None:
+                self._collect(block=True)
+        return package.sum or b""
 
     def _lay_out(self) -> dict[str, Share]:
         """Write everybody's examples into one file; where they are."""

@@ -21,7 +21,7 @@ from fedquilt.core import Examples
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.open_file import write_whole
 from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out, make_engine
-from fedquilt.tools.simulation.processes import LENGTH, apart, receive
+from fedquilt.tools.simulation.processes import LENGTH, Apart, Behind, apart, receive
 from fedquilt.tools.simulation.sums import Sums
 from fedquilt.tools.simulation.workers import Answer, Done, Place, Setup, Work
 
@@ -35,11 +35,13 @@ class Worker(Bench):
         self._files, self._sums = SharedFiles(), Sums()
 
     def answer(self, work: Work) -> Answer:
-        """Carry out the orders of a package of work, and fold what they come to if their round's state is given."""
+        """Carry out the orders of a package of work; `sum` may follow if their round's state is given."""
         done = [Done(*each) for each in carry_out([(self, order) for order in work.orders], work.together)]
-        if not work.state:
-            return Answer(done)
-        return Answer(done, self._sums(work.state, work.orders, [each.outcome for each in done]))
+        return Answer(done, self._sums.takes(work.state, work.orders, [each.outcome for each in done]))
+
+    def sum(self) -> bytes:
+        """Packed sum of the updates of the latest answer; b"": it cannot be made."""
+        return self._sums.sum()
 
     def tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
         """Tensors of a file, read once for several orders."""
@@ -75,7 +77,7 @@ def serve(orders: socket.socket, blobs: int, make: Callable[[Setup], Worker] = W
 
     Args:
         orders: they come here, and answers go.
-        blobs: descriptor of a file in memory, which takes the bytes of each answer, one behind the other.
+        blobs: descriptor of a file in memory, which takes the bytes of an answer and its sum, one behind the other.
         make: makes the worker.
     """
     first = receive(orders)
@@ -83,14 +85,22 @@ def serve(orders: socket.socket, blobs: int, make: Callable[[Setup], Worker] = W
         return
     worker = make(msgspec.msgpack.decode(first, type=Setup))
     decoder, encoder = msgspec.msgpack.Decoder(Work), msgspec.msgpack.Encoder()
+
+    def say(what: Apart | Behind) -> None:
+        payload = encoder.encode(what)
+        orders.sendall(LENGTH.pack(len(payload)) + payload)
+
     while (order := receive(orders)) is not None:
         answer, pieces = apart(worker.answer(decoder.decode(order)))
         place = 0
         for piece in pieces:
             write_whole(blobs, piece, place)
             place += len(piece)
-        payload = encoder.encode(answer)
-        orders.sendall(LENGTH.pack(len(payload)) + payload)
+        say(answer)
+        if answer.answer.summed:
+            packed = worker.sum()
+            write_whole(blobs, packed, place)
+            say(Behind(place, len(packed)))
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from fedquilt.core import JobError
 from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.tools.simulation import machines
-from fedquilt.tools.simulation.workers import KEPT, SINGLE, Answer, Done, PoolError, Setup, Work
+from fedquilt.tools.simulation.workers import KEPT, SINGLE, Answer, Done, PoolError, Setup, Sum, Work
 
 TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
 LENGTH: Final = struct.Struct("<Q")
@@ -108,11 +108,10 @@ class Processes:
         """Send orders. A worker reads when we write, so neither side waits for the other to read."""
         self._send(self._sockets[worker], msgspec.msgpack.encode(work))
 
-    def done(self, *, block: bool) -> Iterator[tuple[int, Answer | None]]:
-        """Take the answers of workers that are done; with `block` wait until one is."""
+    def done(self, *, block: bool) -> Iterator[tuple[int, Answer | Sum | None]]:
+        """Take the answers of workers that are done, and sums that follow; with `block` wait until there is one."""
         for key, _ in self._selector.select(None if block else 0):
-            answer = msgspec.msgpack.decode(self._receive(self._sockets[key.data]), type=Apart)
-            yield key.data, answer.whole(self._blobs[key.data])
+            yield key.data, FROM.decode(self._receive(self._sockets[key.data])).whole(self._blobs[key.data])
 
     def stop(self, *, now: bool) -> None:
         """Close the sockets: the end of its orders is the end of a worker."""
@@ -166,19 +165,18 @@ class Processes:
         )
 
 
-class Apart(msgspec.Struct, frozen=True, array_like=True):
-    """An answer without the bytes of its bundles and its sum: these lie one behind the other in a file in memory.
+class Apart(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An answer without the bytes of its bundles: these lie one behind the other in a file in memory.
 
     Nobody waits there for the other side to read, as at a socket, which holds less than an answer may have.
     """
 
     answer: Answer
     blobs: list[list[tuple[str, int]]]  # sha256 and size of each outcome's
-    sum_bytes: int
 
     def whole(self, file: int) -> Answer:
         """The answer with its bytes."""
-        size = self.sum_bytes + sum(size for blobs in self.blobs for _, size in blobs)
+        size = sum(size for blobs in self.blobs for _, size in blobs)
         if not size:
             return self.answer
         at, done = 0, []
@@ -188,7 +186,21 @@ class Apart(msgspec.Struct, frozen=True, array_like=True):
                 for sha256, size in blobs:
                     found[sha256], at = view[at : at + size], at + size
                 done.append(Done(structs.replace(each.outcome, blobs=found), each.joint) if found else each)
-            return Answer(done, view[at : at + self.sum_bytes])
+            return Answer(done, self.answer.summed)
+
+
+class Behind(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A sum's place in the file in memory. What its worker is sent next would take this place: first it is read."""
+
+    offset: int
+    size: int
+
+    def whole(self, file: int) -> Sum:
+        """The sum."""
+        return Sum(os.pread(file, self.size, self.offset))
+
+
+FROM: Final = msgspec.msgpack.Decoder(Apart | Behind)
 
 
 def apart(answer: Answer) -> tuple[Apart, list[bytes]]:
@@ -197,7 +209,7 @@ def apart(answer: Answer) -> tuple[Apart, list[bytes]]:
     bare = [Done(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
     sizes = [[(sha256, len(payload)) for sha256, payload in each.items()] for each in blobs]
     pieces = [payload for each in blobs for payload in each.values()]
-    return Apart(Answer(bare), sizes, len(answer.sum)), [*pieces, answer.sum]
+    return Apart(Answer(bare, answer.summed), sizes), pieces
 
 
 def receive(of: socket.socket) -> bytearray | None:

@@ -232,8 +232,8 @@ class Simulation:
             return ""
         return job.sums.folded_from(job.rounds) or ""
 
-    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: bytes) -> None:
-        """Take the sum of what these orders have come to; their outcomes follow."""
+    def summed(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: Callable[[], bytes]) -> None:
+        """Take what waits for the sum of what these orders have come to; their outcomes follow."""
         job, done = self._server.job(self.run), zip(orders, outcomes, strict=True)
         if job is not None and all(self.fleet.at_work(each.device) is each.task for each in orders):
             given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}

@@ -1,5 +1,7 @@
 """Sums of what simulated devices send, folded where their orders are carried out: the coordinator merges a few of them.
 
+They are made once the outcomes are on their way, while the coordinator examines these.
+
 Only folds that add up are (`core.adds_up`): their sums have the same bits in any order and grouping. A sum counts only
 if the round counts exactly the updates that are in it (`coordinator.folding`); otherwise they are folded one by one.
 """
@@ -8,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 from fedquilt import methods, tensors
-from fedquilt.core import Contribution, summed
+from fedquilt.core import Contribution, Method, required, summed
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 
 
@@ -21,26 +24,36 @@ class Sums:
 
     def __init__(self) -> None:
         self._state: tuple[str, Any] = ("", None)  # the last one, and its file
+        self._waiting: tuple[Method, list[Contribution]] | None = None  # what the next sum is of
 
-    def __call__(self, file: str, orders: Sequence[Order], outcomes: Sequence[Outcome]) -> bytes:
-        """Packed sum of all outcomes that are updates; b"": there is none, or one of them cannot be folded here.
+    def takes(self, file: str, orders: Sequence[Order], outcomes: Sequence[Outcome]) -> bool:
+        """Whether `sum` gives the sum of those of these outcomes that are updates; not if one of them cannot be folded.
 
         Args:
-            file: of the round's state.
+            file: of the round's state; "": they are not to be folded.
             orders: of one round of a job.
             outcomes: of these orders, with the bytes of their bundles.
         """
-        total = None
+        self._waiting = None
         with contextlib.suppress(Exception):  # whatever it is, the coordinator comes upon it and says what it is
-            method = methods.load(orders[0].task.method)
-            if summed(method.fold) is None:
-                return b""
+            if not file or summed((method := methods.load(orders[0].task.method)).fold) is None:
+                return False
             if self._state[0] != file:
                 self._state = file, tensors.unpack(Path(file).read_bytes(), method.state)
-            for order, outcome in zip(orders, outcomes, strict=True):
-                if outcome.code == "ok":
-                    total = method.fold(self._state[1], total, _given(order, outcome))
-            return b"" if total is None else tensors.pack(total)
+            done = zip(orders, outcomes, strict=True)
+            given = [_given(order, outcome) for order, outcome in done if outcome.code == "ok"]
+            for each in given:
+                required(method.fold, self._state[1], each)
+            self._waiting = (method, given) if given else None
+        return self._waiting is not None
+
+    def sum(self) -> bytes:
+        """Packed sum of what was taken last; b"": it cannot be made."""
+        waiting, self._waiting = self._waiting, None
+        with contextlib.suppress(Exception):  # the coordinator folds these updates one by one then
+            assert waiting is not None
+            method, given = waiting
+            return tensors.pack(reduce(partial(method.fold, self._state[1]), given, None))
         return b""
 
 

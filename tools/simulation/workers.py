@@ -59,10 +59,16 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """From a worker: what has become of its orders, in their order, and the packed sum of their updates; b"": none."""
+    """From a worker: what has become of its orders, in their order, and whether the sum of their updates follows."""
 
     done: list[Done]
-    sum: bytes = b""
+    summed: bool = False
+
+
+class Sum(msgspec.Struct, frozen=True):
+    """From a worker, behind an `Answer`: the packed sum of the updates in it; b"": it could not be made."""
+
+    packed: bytes
 
 
 class PoolError(FedquiltError):
@@ -106,8 +112,10 @@ class Workers(Protocol):
         """
         ...
 
-    def done(self, *, block: bool) -> Iterable[tuple[int, Answer | None]]:
-        """Workers that are done, each with its answer; None: it is lost, and its orders are to be given to another.
+    def done(self, *, block: bool) -> Iterable[tuple[int, Answer | Sum | None]]:
+        """Workers that have answered, or made the sum that an answer of theirs has announced.
+
+        None instead: the worker is lost, and its orders are to be given to another.
 
         Args:
             block: wait until something has happened: a worker is done, lost, or newly ready.

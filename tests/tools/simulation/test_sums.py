@@ -12,6 +12,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.summing import Summing
 from fedquilt.testing.toys import learners, to_train
+from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.sums import Sums
 
@@ -89,6 +90,18 @@ def test_updates_of_a_sum_that_does_not_count_whole_are_folded_one_by_one(
     assert played(folder, 0, **late) == on_a_pool
 
 
+def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
+    folder: Path, taken: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their outcomes have said that it follows, and were examined meanwhile."""
+    monkeypatch.setattr(Pool, "_sum_of", lambda self, package: b"")
+    on_a_pool = played(folder, 2)
+    assert taken == {"sums": [1] * 6 + [6, 6], "folded": [1] * 18}
+    assert played(folder, 0) == on_a_pool
+
+
 def test_what_cannot_be_folded_gives_no_sum(tmp_path: Path) -> None:
     """The coordinator comes upon it then, and says what it is."""
-    assert Sums()(str(tmp_path / "nothing"), [], []) == b""
+    sums = Sums()
+    assert not sums.takes(str(tmp_path / "nothing"), [], [])
+    assert sums.sum() == b""
