@@ -201,7 +201,8 @@ def join(one: Any, other: Any) -> Any:
     """Merge two accumulators of different devices, in place of the first.
 
     Args:
-        one: a dataclass or mapping of exact sums, whole numbers and further such values (`core.adds_up`).
+        one: a dataclass or mapping of exact sums, whole numbers and further such values (`core.adds_up`); one that has
+            a method `merged` is merged by that.
         other: of the same type.
 
     Raises:
@@ -209,7 +210,7 @@ def join(one: Any, other: Any) -> Any:
     """
     if isinstance(one, Total):
         return merge(one, other)
-    if isinstance(one, Number):
+    if hasattr(one, "merged"):
         return one.merged(other)
     if isinstance(one, int):
         return one + other
