@@ -62,13 +62,13 @@ def test_a_site_that_is_killed_keeps_what_is_left_of_its_deadline(tmp_path: Path
 
     The site that has its whole deadline again, after such a step, is late for the coordinator above.
     """
-    table = {"rounds": 1, "flops": 1e11, "cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 1500}}
+    table = {"rounds": 1, "flops": 3e10, "cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 1500}}
     with federation(plan(tmp_path, **table), (3, 3)) as made:
         steps = [0.0]
         with mock.patch.object(time, "time", side_effect=lambda: 1e9 + made.broker.now_s + steps[0]):
             assert made.play(lambda: made.broker.now_s > 60) == "running"
             made.leaves("jetson-nano-00")
-            for at_s in (600, 900):
+            for at_s in (800, 1000):
                 assert made.play(lambda at_s=at_s: made.broker.now_s > at_s) == "running"
                 steps[0] += step_s
                 made.kill("site-0")

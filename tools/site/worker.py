@@ -139,7 +139,7 @@ class SiteWorker:
 
     def __init__(self, store: Store, board: Site, quorum: float = 0.5) -> None:
         self._store, self._board, self._quorum = store, board, quorum
-        self._going_on: set[str] | None = None  # jobs that an earlier process left running; None: not looked yet
+        self._going_on = {row.id for row in store.jobs() if row.status == "running"}  # with rounds that began earlier
         self._order: Order | None = None
         self._begun_s = 0.0
         self._asked = False  # whether the store has the round of the order
@@ -231,12 +231,10 @@ class SiteWorker:
         return self._order is not None and id == self._order.task.job
 
     def _go_on(self, now_s: float) -> None:
-        """Take what has passed of a round that an earlier process began, by the wall clock here, off its deadline.
+        """Take what has passed of a round that is taken up again, by the wall clock here, off its deadline.
 
         Where that clock says that the round began later than now, or is over, the round has its whole deadline again.
         """
-        if self._going_on is None:
-            self._going_on = {row.id for row in self._store.jobs() if row.status == "running"}
         for id in sorted(self._going_on):
             job = self.server.job(id)
             if job is None:
@@ -286,6 +284,7 @@ class SiteWorker:
             if isinstance(known.last, facts.Committed) and known.last.round == task.round:
                 return self._answer(id, known.last)
             if isinstance(known.last, facts.Started) and known.last.begins == task.round:
+                self._going_on.add(id)
                 self._resume(id)
                 return None
         if known.last is not None and known.round > task.round:
