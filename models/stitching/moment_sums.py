@@ -75,25 +75,34 @@ class Gathering:
         Args:
             before: sums of further devices, which are merged with these.
         """
-        sums = self.added().sums
-        counts, totals = sums["counts"].value(), sums["totals"].value()
-        features, width = totals.sum(axis=0), totals.shape[1]
-        means, scatter = features / counts.sum(), np.empty((width, width))
+        parts = [class_moments.unpacked(part) for part in self.parts.values()]
+        small = _small(dict(self.sums), parts)
+        counts, totals = small["counts"].value(), small["totals"].value()
+        n, features, width = counts.sum(), totals.sum(axis=0), totals.shape[1]
+        scatter, factors = np.empty((width, width)), [_about_zero(part) for part in parts]
+        if before is not None:
+            apart, share = features / n - before.mean, n * before.n / (n + before.n)
+            counts, totals = counts + before.counts, totals + before.totals
         for start in range(0, width, PANEL):
-            rows, panel = slice(start, start + PANEL), sums[f"second.{start}"].value()
-            panel -= np.outer(features[rows], means[start:])
-            scatter[rows, start:] = panel
-            scatter[start:, rows] = panel.T
+            rows = slice(start, start + PANEL)
+            panel = _panel(self.sums.get(f"second.{start}"), factors, start).value()
+            panel -= np.outer(features[rows], features[start:] / n)
+            if before is not None:
+                panel += before.scatter[rows, start:]
+                panel += np.outer(share * apart[rows], apart[start:])
             square = np.triu(panel[:, : len(panel)])
-            scatter[rows, rows] = square + np.triu(square, 1).T
-        found = Sums(counts, totals, scatter)
-        return found if before is None else class_moments.merge([before, found], [])
+            panel[:, : len(panel)] = square + np.triu(square, 1).T
+            scatter[rows, start:], scatter[start:, rows] = panel, panel.T
+        return Sums(counts, totals, scatter)
 
     def added(self) -> Gathering:
         """The same as sums alone, in place of those that it has."""
         sums, parts = dict(self.sums), list(self.parts.values())
         for first in range(0, len(parts), TOGETHER):
-            _add(sums, [class_moments.unpacked(part) for part in parts[first : first + TOGETHER]])
+            some = [class_moments.unpacked(part) for part in parts[first : first + TOGETHER]]
+            factors, sums = [_about_zero(part) for part in some], _small(sums, some)
+            for start in range(0, factors[0].shape[1], PANEL):
+                sums[f"second.{start}"] = _panel(sums.get(f"second.{start}"), factors, start)
         return replace(self, sums=sums, parts={})
 
 
@@ -137,16 +146,25 @@ def require(total: Gathering, labels: int, width: int, weight: float, exact: boo
         raise UpdateError(f"moments: of {n:g} examples, in an update that weighs {weight:g}")
 
 
-def _add(sums: dict[str, Total], parts: Sequence[Part]) -> None:
-    """Add moments to sums, in place."""
+def _small(sums: dict[str, Total], parts: Sequence[Part]) -> dict[str, Total]:
+    """Sums, in place, with counts and totals of these parts."""
     for part in parts:
         counts = part.counts.astype(np.float64)
         sums |= exact.plus(sums, {"counts": counts, "totals": counts[:, None] * part.means})
-    factors = [np.concatenate([part.factor, np.sqrt(part.n) * part.mean[None]]) for part in parts]
-    for start in range(0, factors[0].shape[1], PANEL):
-        name = f"second.{start}"
-        for factor in factors:
-            sums[name] = exact.add(sums.get(name), factor[:, start : start + PANEL].T @ factor[:, start:])
+    return sums
+
+
+def _about_zero(part: Part) -> np.ndarray:
+    """Rows (rows + 1, d) whose product with themselves is the part's second moments about zero."""
+    return np.concatenate([part.factor, np.sqrt(part.n) * part.mean[None]])
+
+
+def _panel(total: Total | None, factors: Sequence[np.ndarray], start: int) -> Total:
+    """Sum of the second moments from one row on, in place, with these of further devices."""
+    for factor in factors:
+        total = exact.add(total, factor[:, start : start + PANEL].T @ factor[:, start:])
+    assert total is not None
+    return total
 
 
 def _require_sums(sums: Mapping[str, Total], labels: int, width: int, weight: float) -> float:
