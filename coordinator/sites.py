@@ -72,9 +72,9 @@ def unpacked(given: np.ndarray, kind: type) -> Any:
         raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
 
 
-def sums(half: Half) -> type | None:
-    """Type of what sites send for this half of a method; None: they pass their boards' updates up."""
-    return summed(half.fold) if soundness(half.fold) is not None else None
+def sums(half: Half, state: Any) -> type | None:
+    """Type of what sites send for this half of a method in this state; None: they pass their boards' updates up."""
+    return summed(half.fold, state) if soundness(half.fold) is not None else None
 
 
 # -- above ----------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | Blob
 
 
 def _folding(half: Half) -> Callable[..., Any]:
-    kind, sound, plain = sums(half), soundness(half.fold), half.fold
+    sound, plain = soundness(half.fold), half.fold
 
     @functools.wraps(plain)
     def fold(state: Any, so_far: Any, update: Contribution) -> Any:
@@ -133,8 +133,9 @@ def _folding(half: Half) -> Callable[..., Any]:
             for each in passed.contributions(update):
                 so_far = plain(state, so_far, each)
             return so_far
+        kind = sums(half, state)
         if kind is None or sound is None:
-            raise UpdateError(f"{update.device} sent the sum of a site, and this method takes updates alone")
+            raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
         given = update.bundles[passed.SUM].get("packed", NOTHING)
         if given.dtype != np.uint8:
             raise UpdateError(f"{update.device} sent a sum of {given.dtype}: bytes are wanted")
@@ -214,7 +215,10 @@ def below(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
 
 def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
     """`send`, `fold` and `step` of a site for a method, or for its settling rounds."""
-    plain, kind = half.fold, sums(half)
+    plain = half.fold
+
+    def adds_up(state: Given) -> type | None:
+        return sums(half, of(state))
 
     @functools.wraps(half.send)
     def send(state: Given, view: DeviceView) -> Order | None:
@@ -222,7 +226,7 @@ def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
         return found
 
     def fold(state: Given, so_far: Any, update: Contribution) -> Any:
-        if kind is not None:
+        if adds_up(state) is not None:
             return plain(of(state), so_far, update)
         required(plain, of(state), update)
         held: list[Contribution] = [] if so_far is None else so_far
@@ -230,7 +234,7 @@ def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
         return held
 
     def step(state: Given, total: Any) -> Given:
-        if kind is not None:
+        if adds_up(state) is not None:
             return Given(state.inner, NOTHING if total is None else packed(total))
         sent = (Sent(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ())
         return Given(state.inner, NOTHING, tuple(sent))
@@ -241,7 +245,7 @@ def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
     def takes(state: Given) -> Expected | None:
         return expected(plain, of(state))
 
-    fold.__dict__.update(adds_up=kind, expected=takes, require=require)
+    fold.__dict__.update(adds_up=adds_up, expected=takes, require=require)
     return {"send": send, "fold": fold, "step": step}
 
 

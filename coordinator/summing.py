@@ -56,7 +56,7 @@ class Summing:
 
     def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job, *, large: bool = False) -> None:
         self._depot, self._fold, self._state, self._job = depot, half.fold, state, job
-        self._sums, self._large = summed(half.fold), large
+        self._sums, self._large = summed(half.fold, state), large
         if large:
             heap.release()  # of the round before
         self._folding = self._empty()

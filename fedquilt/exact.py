@@ -86,7 +86,8 @@ def add(total: Total | None, array: np.ndarray, weight: float = 1.0) -> Total:
     given = array.reshape(-1)
     for start in range(0, array.size, BLOCK):
         place = slice(start, start + BLOCK)
-        _add(limbs, place, np.multiply(given[place], weight, dtype=np.float64))
+        as_it_is = weight == 1.0 and given.dtype == np.float64
+        _add(limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64))
     return _kept(tuple(limb.reshape(array.shape) for limb in limbs), total)
 
 
@@ -131,12 +132,12 @@ def values(total: Mapping[str, Total]) -> dict[str, np.ndarray]:
 
 
 def _add(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
-    """Add `rest` to one place of the limbs; it is overwritten."""
+    """Add `rest` to one place of the limbs."""
     for index, limb in enumerate(limbs):
         held = limb[place]
         found = held + rest
         gap = found - held
-        rest -= gap
+        rest = rest - gap
         np.subtract(found, gap, out=gap)
         rest += np.subtract(held, gap, out=gap)  # what found lacks of the sum: TwoSum
         if limb.dtype == np.float32:
@@ -199,7 +200,8 @@ def join(one: Any, other: Any) -> Any:
     """Merge two accumulators of different devices, in place of the first.
 
     Args:
-        one: a dataclass or mapping of exact sums, whole numbers and further such values (`core.adds_up`).
+        one: a dataclass or mapping of exact sums, whole numbers and further such values (`core.adds_up`); one that has
+            a method `merged` is merged by that.
         other: of the same type.
 
     Raises:
@@ -207,7 +209,7 @@ def join(one: Any, other: Any) -> Any:
     """
     if isinstance(one, Total):
         return merge(one, other)
-    if isinstance(one, Number):
+    if hasattr(one, "merged"):
         return one.merged(other)
     if isinstance(one, int):
         return one + other

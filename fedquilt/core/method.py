@@ -151,28 +151,30 @@ def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
     return None if known is None else known(state)
 
 
-def adds_up(kind: type, sound: Sound | None = None) -> Callable[[Fold], Fold]:
+def adds_up(kind: type | Callable[[Any], type | None], sound: Sound | None = None) -> Callable[[Fold], Fold]:
     """Decorate a `Method.fold` whose accumulators, of this type, consist of exact sums and numbers of devices.
 
     Updates are then folded in any order, and `fedquilt.exact.join` merges accumulators of different devices. A fold
     that refuses an update leaves the accumulator as it was. It belongs to the fold, as `expects` does.
 
     Args:
-        kind: type of the accumulators.
+        kind: type of the accumulators; or a function of the state, which returns None where they do not add up.
         sound: `sound(state, total, weight)` raises UpdateError unless `total` can be the accumulator of a site's boards
             that weigh so much together. None: sites cannot take part, as theirs could not be checked.
     """
 
     def marked(fold: Fold) -> Fold:
-        fold.__dict__["adds_up"], fold.__dict__["sound"] = kind, sound
+        of = (lambda state: kind) if isinstance(kind, type) else kind
+        fold.__dict__["adds_up"], fold.__dict__["sound"] = of, sound
         return fold
 
     return marked
 
 
-def summed(fold: Callable[..., Any]) -> type | None:
-    """Type of a fold's accumulators, if they add up in any order; None: they do not."""
-    return getattr(fold, "adds_up", None)
+def summed(fold: Callable[..., Any], state: Any) -> type | None:
+    """Type of a fold's accumulators in this state, if they add up in any order; None: they do not."""
+    kind: Callable[[Any], type | None] | None = getattr(fold, "adds_up", None)
+    return None if kind is None else kind(state)
 
 
 def checked_by(require: Callable[[Any, Contribution], None]) -> Callable[[Fold], Fold]:

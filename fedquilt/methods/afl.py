@@ -25,7 +25,6 @@ Deviations, and what is beyond the paper:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -51,9 +50,9 @@ from fedquilt.core import (
     checked_by,
     derive_seed,
 )
-from fedquilt.exact import Total
-from fedquilt.models.stitching import candidates, class_moments, joint_head, least_squares, orders, stitched, taps
-from fedquilt.models.stitching.class_moments import Part, Sums
+from fedquilt.models.stitching import candidates, joint_head, least_squares, moment_sums, orders, stitched, taps
+from fedquilt.models.stitching.class_moments import Sums
+from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.models.stitching.search_state import Stored
 from fedquilt.models.stitching.stitched import Stock
 
@@ -83,15 +82,6 @@ class State:
     gathered: Stored | None = None  # None: nobody was heard, or the head is solved
     head: dict[str, np.ndarray] = field(default_factory=dict)  # {}: not solved yet
     log: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A round's accumulator."""
-
-    moments: Mapping[str, Total] = field(default_factory=dict)  # as `class_moments.added` makes them
-    devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
-    short: int = 0  # devices whose memory held some of their examples only
 
 
 # -- server ---------------------------------------------------------------------------------------
@@ -135,15 +125,13 @@ def send(state: State, device: DeviceView) -> Order | None:
     return orders.moments_order(ask, state.files)
 
 
-def sound(state: State, total: Sum, weight: float) -> None:
-    """Check a site's sums before they are merged.
+def sound(state: State, total: Gathering, weight: float) -> None:
+    """Check a site's moments before they are merged.
 
     Raises:
         UpdateError: they are none of so many examples, or of so many devices.
     """
-    if not 0 <= total.short <= len(total.devices) or set(total.devices.values()) != {1}:
-        raise UpdateError("moments: of no devices, or of one twice")
-    class_moments.require_added(total.moments, len(state.stock.labels), _width(state), weight)
+    moment_sums.require(total, len(state.stock.labels), _width(state), weight, exact=True)
 
 
 def require(state: State, update: Contribution) -> None:
@@ -152,39 +140,26 @@ def require(state: State, update: Contribution) -> None:
     Raises:
         UpdateError: it answers another round, or its moments are not what was asked for.
     """
-    _part(state, update)
-
-
-@adds_up(Sum, sound)
-@checked_by(require)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add one device's moments, in place; errors as of `require`."""
-    part, so_far = _part(state, update), so_far or Sum()
-    if part is None:
-        return so_far
-    short = so_far.short + (update.metrics.get("short", 0.0) > 0)
-    return Sum(class_moments.added(so_far.moments, part), {**so_far.devices, update.device: 1}, short)
-
-
-def _part(state: State, update: Contribution) -> Part | None:
-    """Moments of a device; None: they are counted already."""
     if update.metrics.get("turn") != state.turn:
         raise UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
-    if update.device in state.heard:
-        return None
-    given = update.bundles.get("moments", {})
-    part = class_moments.from_tensors(given, len(state.stock.labels), _width(state), exact=True)
-    class_moments.require_weight(part, update.weight)
-    return part
+    if update.device not in state.heard:
+        moment_sums.checked(update, len(state.stock.labels), _width(state), exact=True)
 
 
-def step(state: State, total: Sum | None) -> State:
+@adds_up(Gathering, sound)
+@checked_by(require)
+def fold(state: State, so_far: Gathering | None, update: Contribution) -> Gathering:
+    """Add one device's moments, in place; errors as of `require`. Those of a device that was heard count already."""
+    require(state, update)
+    so_far = so_far or Gathering()
+    return so_far if update.device in state.heard else so_far.plus(update)
+
+
+def step(state: State, total: Gathering | None) -> State:
     """Add a round's moments; solve after the last round, or once a round brings nobody new."""
     if total is None or not total.devices:
         return _closed(state) if state.heard else replace(state, log=())
-    before = candidates.restored(state.gathered)
-    sums = class_moments.value(total.moments)
-    sums = sums if before is None else class_moments.merge([before, sums], [])
+    sums = total.value(candidates.restored(state.gathered))
     heard = tuple(sorted({*state.heard, *total.devices}))
     notes = [f"moments of {sums.n:.0f} examples of {len(heard)} devices"]
     if total.short:

@@ -54,19 +54,17 @@ The deadline and the energy coordinator belong to coordinator and agent: [cohort
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from fedquilt import profiles, tensors
+from fedquilt import exact, profiles
 from fedquilt.core import (
     Answer,
     Artefact,
     Bundle,
-    Contribution,
     DeviceView,
     JobError,
     Method,
@@ -74,11 +72,10 @@ from fedquilt.core import (
     Order,
     Site,
     Task,
-    UpdateError,
 )
 from fedquilt.models.stitching import (
+    accumulators,
     candidates,
-    class_moments,
     device_statistics,
     judging,
     least_squares,
@@ -88,27 +85,11 @@ from fedquilt.models.stitching import (
     search,
     stitched,
     taps,
-    vote,
 )
-from fedquilt.models.stitching.class_moments import Pending
+from fedquilt.models.stitching.accumulators import Counts, Fits, Sum, Votes
 from fedquilt.models.stitching.least_squares import Gathered
+from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State
-from fedquilt.models.stitching.vote import Ballot
-
-GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A round's accumulator; the phase decides which fields are filled."""
-
-    ballots: Mapping[str, Ballot]  # score: device -> its votes
-    moments: tuple[Gathered, ...]  # fit: the sums for each junction
-    counts: Mapping[str, np.ndarray]  # validate: "examples" (1,), "right" (candidates,)
-    pending: Pending = Pending()  # gather: moments of all taps
-    devices: tuple[str, ...] = ()  # devices whose answers were taken, sorted
-    short: int = 0  # gather: number of devices whose memory did not hold moments of all wanted images
-
 
 # -- server ---------------------------------------------------------------------------------------
 
@@ -155,67 +136,26 @@ def send(state: State, device: DeviceView) -> Order | None:
     return orders.gather_order(state) if state.phase == "gather" else orders.count_order(state)
 
 
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add one device's answer to the round's accumulator; None: the first of the round.
-
-    Raises:
-        UpdateError: the answer belongs to another step of the search, or is not what was asked for.
-    """
-    turn = update.metrics.get("turn")
-    if turn != state.turn:
-        raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
-    so_far = so_far or Sum({}, (), {})
-    if state.phase in ("gather", "validate") and update.device in state.heard:
-        return so_far  # its sums are counted already
-    so_far = replace(so_far, devices=_union(so_far.devices, (update.device,)))
-    match state.phase:
-        case "score":
-            given = vote.ballot(
-                update.bundles.get("scores", {}),
-                state.pool,
-                state.params.k,
-                search.epsilon(state),
-                search.coin(state, update.device),
-                state.params.spread,
-            )
-            return replace(so_far, ballots={**so_far.ballots, update.device: given})
-        case "validate":
-            counts = _counts(update, len(state.candidates))
-            return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
-        case "gather":
-            width = sum(candidates.layout(state).widths)
-            part = class_moments.from_tensors(update.bundles.get("moments", {}), len(state.stock.labels), width)
-            class_moments.require_weight(part, update.weight)
-            short = so_far.short + (update.metrics.get("short", 0.0) > 0)
-            return replace(so_far, pending=so_far.pending.plus(part), short=short)
-    new = []
-    for i, (p, q, positions) in enumerate(_shapes(state)):
-        new.append(least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), p, q))
-        least_squares.require_weight(new[-1], positions, update.weight)
-    groups = GROUPS_BYTES // sum(each.nbytes for each in new)
-    before = so_far.moments or (None,) * len(new)
-    gathered = [least_squares.gather(*pair, groups) for pair in zip(before, new, strict=True)]
-    return replace(so_far, moments=tuple(gathered))
-
-
 def step(state: State, total: Sum | None) -> State:
     """Close a round: take in its sums and, when the phase is complete, enter the next one; None: nobody answered."""
-    if total is None:
+    if total is None or (isinstance(total, Gathering | Counts) and not total.devices):
         if state.phase == "score" and state.ballots:
             return replace(search.close_vote(state), turn=state.turn + 1)
         if state.phase in ("gather", "validate") and state.heard:  # no device is left to ask
             return replace(_closed(state), turn=state.turn + 1)
         return replace(state, log=())
+    devices = total.ballots if isinstance(total, Votes) else total.devices
     known = state.seen
-    state = replace(state, seen=_union(known, total.devices))
-    if state.phase == "score":
-        after = search.add_ballots(state, total.ballots)
-    elif state.phase == "fit":
-        after = _fitted(state, total.moments)
-    else:
-        state = replace(state, heard=_union(state.heard, total.devices), subround=state.subround + 1)
-        after = _gathered(state, total) if state.phase == "gather" else _counted(state, total.counts)
-        after = _closed(after) if _all_heard(state, known) else after
+    state = replace(state, seen=_union(known, devices))
+    match total:
+        case Votes():
+            after = search.add_ballots(state, total.ballots)
+        case Fits():
+            after = _fitted(state, total.moments)
+        case _:
+            state = replace(state, heard=_union(state.heard, devices), subround=state.subround + 1)
+            after = _gathered(state, total) if isinstance(total, Gathering) else _counted(state, total)
+            after = _closed(after) if _all_heard(state, known) else after
     return replace(after, turn=state.turn + 1)
 
 
@@ -241,15 +181,6 @@ def result(state: State) -> Artefact:
     meta, arrays = stitched.to_artefact(judging.handed_out(state, best), state.stock)
     told = judging.summaries(state)
     return Artefact("stitched", {**meta, "search": told, "gains": judging.gains(state)}, arrays)
-
-
-def _shapes(state: State) -> list[tuple[int, int, int]]:
-    """Channels in and out of each junction that the devices' sums are for, and positions of an example there."""
-    blocks = state.stock.blocks
-    assert state.current is not None
-    channels = blocks[state.current.path[-1]].out_shape[0]
-    shapes = [blocks[name].in_shape for name in search.projected(state)]
-    return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
 def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
@@ -278,15 +209,16 @@ def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, s
     return mean, f"to {block}: solved without a device, it leaves {told}"
 
 
-def _gathered(state: State, total: Sum) -> State:
-    sums = total.pending.with_stored(candidates.restored(state.gathered))
+def _gathered(state: State, total: Gathering) -> State:
+    sums = total.value(candidates.restored(state.gathered))
     notes = [f"{sums.n:.0f} images of {len(state.heard)} devices at {len(state.taps)} taps"]
     if total.short:
         notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of the wanted images only")
     return replace(state, gathered=candidates.stored(sums), log=tuple(notes))
 
 
-def _counted(state: State, counts: Mapping[str, np.ndarray]) -> State:
+def _counted(state: State, total: Counts) -> State:
+    counts = exact.values(total.sums)
     pairs = zip(state.candidates, counts["right"], strict=True)
     known = tuple(replace(candidate, right=candidate.right + int(right)) for candidate, right in pairs)
     examples = state.examples + int(counts["examples"][0])
@@ -331,25 +263,8 @@ def _solved(state: State) -> tuple[Candidate, ...]:
     return candidates.solved(state, sums)
 
 
-def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({*some, *others}))
-
-
-def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
-    given = update.bundles.get("counts", {})
-    sizes, kind = {"examples": 1, "right": nets}, np.dtype(np.int64)
-    if missing := sorted(sizes.keys() - given.keys()):
-        raise UpdateError(f"counts: no usable {', '.join(missing)}")
-    counts = {name: given[name] for name in sizes}
-    try:
-        tensors.require_same(counts, {name: tensors.Shaped((size,), kind) for name, size in sizes.items()})
-    except UpdateError as error:
-        raise UpdateError(f"counts: {error}") from None
-    if (counts["right"] > counts["examples"][0]).any():
-        raise UpdateError("counts: more right answers than examples")
-    if (said := counts["examples"][0]) != update.weight:  # only the weight is held against what a board says it has
-        raise UpdateError(f"counts: of {said} examples, in an update that weighs {update.weight:g}")
-    return counts
 
 
 # -- client ---------------------------------------------------------------------------------------
@@ -384,12 +299,12 @@ METHOD = Method(
     send=send,
     work=work,
     check=None,
-    fold=fold,
+    fold=accumulators.fold,
     step=step,
     result=result,
     done=lambda state: state.phase == "done",
     explain=lambda state: state.log,
     tasks=("classes",),  # donors are classifiers
     exact=True,  # linear systems are solved from the moments, and votes are counted
-    keeps="every device's ballot, and sums of devices apart from each other, up to a bound",
+    keeps="every device's ballot, and sums and moments of devices apart from each other, up to a bound",
 )

@@ -1,9 +1,8 @@
 """Sums over devices that determine a linear head on frozen features, exact for any split of the examples. numpy only.
 
 A device sends a `Part`: the number of its examples of each class, their mean features, and a factor R of the centred
-second moments (R'R = sum of (z - mean)(z - mean)') with min(examples, d) rows. `merge` adds parts exactly, and
-`fedquilt.models.stitching.joint_head` solves heads from the sums. `added` adds parts so that the bits depend on neither
-order nor grouping (`fedquilt.exact`).
+second moments (R'R = sum of (z - mean)(z - mean)') with min(examples, d) rows. Sums of all devices' parts
+(`fedquilt.models.stitching.moment_sums`) are what `fedquilt.models.stitching.joint_head` solves heads from.
 
 Privacy: the factor of a device with few examples reveals the span of its activations. Parts should not outlive the
 round in which they were sent; only their sum over devices is stored.
@@ -11,17 +10,16 @@ round in which they were sent; only their sum over devices is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fedquilt import exact, tensors
+from fedquilt import tensors
 from fedquilt.core import Tensors, UpdateError
-from fedquilt.exact import Total
 from fedquilt.tensors import Shaped
 
-SLACK = 1e-9  # by which rounding may have a product of two features exceed what their squares allow, as a share
+WANTED = ("counts", "mean", "means", "factor", "rows")  # tensors that a device sends
 LARGEST = 1e9  # limit of means and factors, which no pooled map reaches
 NEGATIVE = 1e-3  # most negative eigenvalue taken for rounding, as a share of the largest
 
@@ -130,8 +128,7 @@ def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -
     Raises:
         UpdateError: tensors are missing or have other shapes, or no examples can have such counts, means or factor.
     """
-    wanted = ("counts", "mean", "means", "factor", "rows")
-    if missing := sorted(set(wanted) - given.keys()):
+    if missing := sorted(set(WANTED) - given.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
     _require({"counts": given["counts"], "rows": given["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
     counts, rows = given["counts"], int(given["rows"][0])
@@ -146,14 +143,20 @@ def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -
     for name in ("mean", *shapes):
         if np.abs(given[name]).max(initial=0.0) > LARGEST:
             raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled maps reach")
-    means = np.zeros((labels, width))
-    means[present] = given["mean"] + given["means"]
-    factor = np.zeros((rows, width))
-    for row, place in _upper(rows, width):
-        factor[row, row:] = given["factor"][place]
-    found = Part(counts.astype(np.int64), means, factor)
+    found = unpacked(given)
     _require_possible(found)
     return found
+
+
+def unpacked(given: Tensors) -> Part:
+    """Unpack a part that was checked (`from_tensors`)."""
+    counts, mean, rows = given["counts"], given["mean"], int(given["rows"][0])
+    packed, width = given["factor"], len(mean)
+    means, factor = np.zeros((len(counts), width)), np.zeros((rows, width))
+    means[counts > 0] = mean + given["means"]
+    for row, place in _upper(rows, width):
+        factor[row, row:] = packed[place]
+    return Part(counts.astype(np.int64), means, factor)
 
 
 def require_weight(given: Part, weight: float) -> None:
@@ -184,82 +187,7 @@ def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
     return Sums(counts, totals, scatter)
 
 
-@dataclass(frozen=True)
-class Pending:
-    """Parts received in one round, merged whenever their factors have more rows than the sums' matrix."""
-
-    sums: Sums | None = None
-    parts: tuple[Part, ...] = ()
-
-    def plus(self, part: Part) -> Pending:
-        """Add one device's part."""
-        parts = (*self.parts, part)
-        if sum(len(each.factor) for each in parts) > part.means.shape[1]:
-            return Pending(merge([self.sums] if self.sums else [], parts))
-        return replace(self, parts=parts)
-
-    def with_stored(self, before: Sums | None) -> Sums:
-        """Merge these parts with the sums of earlier rounds."""
-        return merge([each for each in (before, self.sums) if each], self.parts)
-
-
-# -- exact sums -----------------------------------------------------------------------------------
-
-
-def added(total: Mapping[str, Total], part: Part) -> dict[str, Total]:
-    """Add a device's part to exact sums, in place: of counts, of features over each class, and of z z', half of it.
-
-    A device's z z' is rounded once, from its factor and its mean. So the sums have the same bits in any order and
-    grouping, where the product of a factor with itself has (that depends on the processor, as other products do).
-
-    Args:
-        total: {}: nothing was added yet.
-        part: of the device.
-    """
-    second = part.factor.T @ part.factor
-    second += np.outer(part.n * part.mean, part.mean)
-    counts = part.counts.astype(np.float64)
-    return exact.plus(total, {"counts": counts, "totals": counts[:, None] * part.means, "second": halved(second)})
-
-
-def value(total: Mapping[str, Total]) -> Sums:
-    """Sums that `added` has made, about the mean of all examples.
-
-    That is taken off at the end: the second moments lose (mean / deviation)^2 of float64's 16 digits.
-    """
-    found = exact.values(total)
-    counts, totals = found["counts"], found["totals"]
-    features = totals.sum(axis=0)
-    scatter = whole(found["second"], len(features))
-    scatter -= np.outer(features, features / counts.sum())
-    return Sums(counts, totals, scatter)
-
-
-def require_added(total: Mapping[str, Total], labels: int, width: int, weight: float) -> None:
-    """Check sums that came from elsewhere.
-
-    Args:
-        total: as `added` makes them.
-        labels: number of labels of the job.
-        width: number of features d.
-        weight: of the update that they came in.
-
-    Raises:
-        UpdateError: they have other names or shapes, are of another number of examples, or cannot be second moments.
-    """
-    shapes = {"counts": (labels,), "totals": (labels, width), "second": (_size(width, width),)}
-    exact.require(total, {name: np.broadcast_to(np.float64(0), shape) for name, shape in shapes.items()}, weight)
-    found = exact.values(total)
-    counts, half = found["counts"], found["second"]
-    if (counts < 0).any() or (counts != np.floor(counts)).any() or counts.sum() != weight:
-        raise UpdateError(f"moments: of {counts.sum():g} examples, in an update that weighs {weight:g}")
-    squares = half[[place.start for _, place in _upper(width, width)]]
-    if (squares < 0).any():
-        raise UpdateError("moments: a negative square of a feature")
-    most = np.sqrt(squares) * (1 + SLACK)
-    for row, place in _upper(width, width):
-        if (np.abs(half[place]) > most[row] * most[row:]).any():
-            raise UpdateError("moments: a product of two features that is larger than their squares allow")
+# -- packing --------------------------------------------------------------------------------------
 
 
 def halved(matrix: np.ndarray) -> np.ndarray:

@@ -111,7 +111,7 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
     odd = replace(plain[1], bundles={"model": {"a": np.zeros(9, np.float32), "steps": np.array(1)}})
     with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
         above.fold.__dict__["require"](state, of([plain[0], odd]))
-    with pytest.raises(UpdateError, match="this method takes updates alone"):
+    with pytest.raises(UpdateError, match="this round takes updates alone"):
         above.fold.__dict__["require"](state, Contribution("site", 0, 1.0, {}, {passed.SUM: {}}))
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError, soundness
 from fedquilt.data import inputs
-from fedquilt.methods.afl import METHOD, Params, State, Sum
+from fedquilt.methods.afl import METHOD, Params, State
 from fedquilt.models.stitching import class_moments, joint_head, stitched
+from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.testing.toys import build, members, play
 from fedquilt.tools.simulation import Member
 
@@ -166,31 +167,42 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
 
 
 def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
-    """Of another number of examples, of nobody, of a product that is too large, or without a part."""
+    """Of another number of examples, of nobody, or of what no features come to; sums are looked at, and parts."""
     bundle, _ = build()
-    state = METHOD.init(bundle, Params(), 0)
-    part, sound = class_moments.part(features(POOLED.x), POOLED.y, 3), soundness(METHOD.fold)
+    state, sound = METHOD.init(bundle, Params(), 0), soundness(METHOD.fold)
+    part = class_moments.to_tensors(class_moments.part(features(POOLED.x), POOLED.y, 3), exact=True)
     assert sound is not None
-
-    def total(**changes: Any) -> Sum:
-        return replace(Sum(class_moments.added({}, part), {"a": 1}), **changes)
-
-    sound(state, total(), len(POOLED))
-    with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
-        sound(state, total(), 1.0)
-    with pytest.raises(UpdateError, match="of no devices"):
-        sound(state, total(devices={}), len(POOLED))
-    with pytest.raises(UpdateError, match="of no devices, or of one twice"):
-        sound(state, total(devices={"a": 2}), len(POOLED))
-    large, moments = total().moments, dict(total().moments)
-    large["second"].limbs[0][1] += 2 * np.abs(large["second"].value()).max()
+    held = Gathering(parts={"a": part}, devices={"a": 1})
+    n = len(POOLED)
+    for total in (held, held.added()):
+        sound(state, total, n)
+        with pytest.raises(UpdateError, match=f"of {n} examples, in an update that weighs 1$"):
+            sound(state, total, 1.0)
+        with pytest.raises(UpdateError, match="of no devices"):
+            sound(state, replace(total, devices={}), n)
+        with pytest.raises(UpdateError, match="of no devices, or of one twice"):
+            sound(state, replace(total, devices={"a": 2}), n)
+    with pytest.raises(UpdateError, match="of other devices than are named beside them"):
+        sound(state, replace(held, devices={"a": 1, "b": 1}), n)
+    with pytest.raises(UpdateError, match="of other devices than are named beside them"):
+        sound(state, replace(held, sums=held.added().sums), n)
+    with pytest.raises(UpdateError, match="positive semi-definite"):
+        sound(state, replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), n)
+    large = held.added()
+    large.sums["second.0"].limbs[0][0, 1] += 2 * np.abs(large.sums["second.0"].value()).max()
     with pytest.raises(UpdateError, match="a product of two features that is larger than their squares allow"):
-        sound(state, total(moments=large), len(POOLED))
-    moments["second"].limbs[0][0] = -1.0
+        sound(state, large, n)
+    negative = held.added()
+    negative.sums["second.0"].limbs[0][0, 0] = -1.0
     with pytest.raises(UpdateError, match="a negative square"):
-        sound(state, total(moments=moments), len(POOLED))
+        sound(state, negative, n)
+    few = {name: each for name, each in negative.sums.items() if name != "totals"}
     with pytest.raises(UpdateError, match="names of sums differ: totals"):
-        sound(state, total(moments={name: moments[name] for name in ("counts", "second")}), len(POOLED))
+        sound(state, replace(negative, sums=few), n)
+    odd = held.added()
+    odd.sums["counts"].limbs[0][:2] += (0.5, -0.5)
+    with pytest.raises(UpdateError, match="negative, or not whole"):
+        sound(state, odd, n)
 
 
 def test_what_cannot_begin_or_be_folded_says_why() -> None:

@@ -14,6 +14,7 @@ from fedquilt.core import Contribution, DeviceView, Examples
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, State
 from fedquilt.models.stitching import candidates, class_moments, joint_head, judging, stitched
+from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.models.stitching.search_state import Candidate
 from fedquilt.testing.toys import build, members
 from fedquilt.tools.simulation import Member
@@ -78,7 +79,7 @@ def test_a_device_that_was_heard_is_not_asked_again() -> None:
     assert METHOD.send(state, DeviceView(heard, None)) is None
     assert METHOD.send(state, DeviceView(new, None)) is not None
     update = Contribution(heard, 0, 1.0, {"turn": float(state.turn)}, {})
-    assert METHOD.fold(state, None, update).devices == ()
+    assert METHOD.fold(state, None, update) == Gathering()
 
 
 def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from joint_runs import FULL, gathering, played
 
 from fedquilt import tensors
 from fedquilt.coordinator import tasks
-from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError
+from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError, soundness, summed
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import candidates, class_moments, stitched, taps
+from fedquilt.models.stitching.accumulators import Counts
+from fedquilt.models.stitching.moment_sums import Gathering
 from fedquilt.models.stitching.search_state import Finalist
 from fedquilt.testing.toys import SMALL, build, given, members
 from fedquilt.tools.simulation import Member
@@ -141,7 +144,7 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
     answer = METHOD.work(*given(METHOD, order, Member("dev-0", *shares), build()[1], seed=3))
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
     update = Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
-    assert METHOD.fold(state, None, update).counts["examples"].tolist() == [counted]
+    assert METHOD.fold(state, None, update).sums["examples"].value().tolist() == [counted]
     with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
         METHOD.fold(state, None, replace(update, weight=counted + 1.0))
 
@@ -156,3 +159,36 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     assert state.gathered.half.dtype == np.float32
     assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))
     assert tensors.pack(tensors.unpack(tensors.pack(state), State)) == tensors.pack(state)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda total: replace(total, devices={}), "of no devices"),
+        (lambda total: replace(total, devices={"dev-0": 2}), "of one twice"),
+        (lambda total: replace(total, sums={"right": total.sums["right"]}), "names of sums differ: examples"),
+        (lambda total: replace(total, sums={**total.sums, "right": total.sums["examples"]}), "shape"),
+        (lambda total: moved(total, 0.5), "parts of an example"),
+        (lambda total: moved(total, 1000), "more right answers than examples|beyond"),
+        (lambda total: moved(total, -1000), "negative|beyond"),
+    ],
+)
+def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None:
+    """While validating; while scoring and fitting a site sends no sums, but its boards' answers."""
+    kinds = {state.phase: summed(METHOD.fold, state) for state in FULL}
+    assert kinds == {"score": None, "fit": None, "gather": Gathering, "validate": Counts, "done": None}
+    state, sound = next(state for state in FULL if state.phase == "validate"), soundness(METHOD.fold)
+    counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
+    update = Contribution("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
+    assert sound is not None
+    sound(state, METHOD.fold(state, None, update), 12.0)
+    with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):
+        sound(state, METHOD.fold(state, None, update), 13.0)
+    with pytest.raises(UpdateError, match=why):
+        sound(state, spoil(METHOD.fold(state, None, update)), 12.0)
+
+
+def moved(total: Counts, by: float) -> Counts:
+    """The same with another number of right answers of the first candidate."""
+    total.sums["right"].limbs[0][0] += by
+    return total

@@ -224,11 +224,11 @@ class World:
         """A method that holds whoever folds to each device once, and to their order unless its fold adds up in any."""
         method = next(truth.method for truth in self.truths.values() if truth.job.method == name)
         folded: dict[int, tuple[frozenset[str], Any]] = {}  # by the identity of a sum, which is held here
-        any_order = summed(method.fold) is not None
 
         @wraps(method.fold)
         def fold(state: Any, total: Any, given: Contribution) -> Any:
             before = folded.get(id(total), (frozenset(), None))[0]
+            any_order = summed(method.fold, state) is not None
             if given.device in before or (not any_order and max(before, default="") > given.device):
                 last = max(before)
                 raise BrokenError(f"{given.device}'s update was folded after {last}'s, in round {given.round}")

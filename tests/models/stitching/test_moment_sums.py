@@ -1,0 +1,98 @@
+"""Sums of devices' moments: the bits of any order and grouping, and close to the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import pytest
+from feature_moments import CLASSES, data
+
+from fedquilt import exact, tensors
+from fedquilt.core import Contribution
+from fedquilt.models.stitching import class_moments, moment_sums
+from fedquilt.models.stitching.class_moments import Sums
+from fedquilt.models.stitching.moment_sums import PANEL, Gathering
+
+WIDE = PANEL + 45  # features, in two panels
+
+
+def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> list[Contribution]:
+    """Updates of devices with n examples each."""
+    found = []
+    for number in range(devices):
+        z, y = data(n, width, seed=number)
+        z[:, 0] += 1e4 * far
+        given = class_moments.to_tensors(class_moments.part(z, y, CLASSES), exact=True)
+        found.append(Contribution(f"d{number}", 0, float(n), {"short": float(number % 2)}, {"moments": given}))
+    return found
+
+
+def gathered(some: Sequence[Contribution]) -> Gathering:
+    """Moments of these in turn."""
+    return reduce(Gathering.plus, some, Gathering())
+
+
+def bits(total: Gathering) -> bytes:
+    """Bits of the sums."""
+    found = total.value()
+    return b"".join(array.tobytes() for array in (found.counts, found.totals, found.scatter))
+
+
+def stored(total: Gathering) -> Gathering:
+    """What is read of a sum that travelled."""
+    found: Gathering = tensors.unpack(tensors.pack(total), Gathering)
+    return found
+
+
+@pytest.mark.parametrize("n", [9, 200])
+def test_any_order_and_any_grouping_has_the_same_bits(n: int) -> None:
+    """Backwards, by two sites of which each has sums, parts or one of both, and by sites of one board."""
+    all_of_them = updates(40 if n == 9 else 6, n)
+    wanted = bits(gathered(all_of_them))
+    assert bits(gathered(all_of_them[::-1])) == wanted
+    for groups in ([all_of_them[:35], all_of_them[35:]], [all_of_them[::2], all_of_them[1::2]]):
+        one, other = (stored(gathered(group)) for group in groups)
+        assert bits(exact.join(one, other)) == wanted
+    assert bits(reduce(exact.join, (stored(gathered([each])) for each in all_of_them))) == wanted
+
+
+def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
+    """So what a site sends is never larger than its boards' updates, or than their sum."""
+    all_of_them, before = updates(60), 0
+    for count in range(1, 61):
+        total = gathered(all_of_them[:count])
+        size = len(tensors.pack(total))
+        held = sum(tensors.total_bytes(update.bundles.values()) for update in all_of_them[:count])
+        assert bool(total.sums) == (held > moment_sums.sum_bytes(WIDE))
+        assert set(total.parts) == (set() if total.sums else {update.device for update in all_of_them[:count]})
+        assert total.short == count // 2
+        assert total.devices == {update.device: 1 for update in all_of_them[:count]}
+        before = size if total.sums and not before else before
+    assert before
+    assert size <= before + 60 * 40  # names of devices
+
+
+@pytest.mark.parametrize("far", [0.0, 1.0])
+def test_sums_are_those_of_all_examples(far: float) -> None:
+    """Also of a feature whose mean is 10,000 standard deviations from 0, and merged with those of an earlier round."""
+    all_of_them = updates(30, far=far)
+    z, y = (np.concatenate(each) for each in zip(*(data(9, WIDE, seed) for seed in range(30)), strict=True))
+    z[:, 0] += 1e4 * far
+    wanted = Sums(
+        np.eye(CLASSES)[y].sum(axis=0), np.eye(CLASSES)[y].T @ z, (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
+    )
+    before = gathered(all_of_them[:12]).value()
+    for found in (gathered(all_of_them).value(), gathered(all_of_them[12:]).value(before)):
+        assert np.array_equal(found.counts, wanted.counts)
+        assert np.allclose(found.totals, wanted.totals, rtol=1e-12)
+        assert np.abs(found.scatter - wanted.scatter).max() <= 1e-7 * np.abs(wanted.scatter).max()
+        assert np.array_equal(found.scatter, found.scatter.T)
+
+
+def test_a_sum_is_not_changed_by_being_looked_at() -> None:
+    """A value is asked for more than once where a step is taken again."""
+    for count in (3, 40):
+        total = gathered(updates(count))
+        assert bits(total) == bits(total)
