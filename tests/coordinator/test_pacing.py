@@ -302,6 +302,17 @@ def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) ->
     assert sum(hand.transfers.traffic_bytes(name, "up") for name, hand in stage.by_name.items() if name in "ef") == 0
 
 
+def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passed(tmp_path: Path) -> None:
+    """Two of six suffice, and come after it: the four who wait for their turn are not waited for."""
+    stage = Paced(tmp_path, cohort={**COHORT, "size": 2, "over_select": 2.0})
+    stage.answer("abcdef")
+    stage.play(22.0)
+    assert not stage.told(Closed)
+    stage.work(3.0)
+    assert stage.answered == list("ab")
+    assert len(stage.states) == 1
+
+
 class Noted(Paced):
     """What boards do is noted, as `fedquilt serve` does."""
 
