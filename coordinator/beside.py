@@ -129,6 +129,13 @@ class Beside:
         self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
         return deadline_s + max(map(self._executor.held_s, self._offered), default=0.0)
 
+    def hurry(self, now_s: float) -> None:
+        """Let those go first who are in time, before any whose own time is over and who send still."""
+        deadline_s = rounds.next_s(self._served.job.rounds)
+        for device in self._served.arriving:
+            if now_s >= deadline_s + self._executor.held_s(device):
+                self._executor.give_way(device, now_s)
+
     @property
     def _gone(self) -> bool:
         return self._served.over or self._left()
@@ -150,7 +157,7 @@ class Beside:
                 self._in_time.add(device)
             self._worker.start(examining, partial(self._examined, device, update))
         else:
-            self._count(examining(), now_s)
+            self._count(device, examining, now_s)
 
     def _examined(self, device: str, update: Update, examining: Callable[[], admission.Examined], now_s: float) -> None:
         if self._examining.get(device) != update:
@@ -159,12 +166,17 @@ class Beside:
         self._in_time.discard(device)
         if self._gone or self._served.arriving.get(device) != update:
             return  # it was not waited for any more while it was read, and its blobs may be gone
-        self._count(examining(), now_s)
+        self._count(device, examining, now_s)
 
-    def _count(self, examined: admission.Examined, now_s: float) -> None:
+    def _count(self, device: str, examining: Callable[[], admission.Examined], now_s: float) -> None:
+        try:
+            examined = examining()
+        except mending.LostUpdateError as lost:
+            said = "%s's update could not be read (%s); it will offer it again"
+            log.warning(said, device, lost.reason, extra=about(device=device))
+            return self._served.happened(admission.Arrived(device, lost.reason), now_s)
         if examined.odd:
-            said = "%s claims what cannot be: %s"
-            log.warning(said, examined.device, examined.odd, extra=about(device=examined.device))
+            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
         self._served.happened(examined, now_s)
 
     def fold(self) -> None:

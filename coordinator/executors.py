@@ -85,6 +85,10 @@ class Executor(Protocol):
         """Seconds for which a device had to wait for its turn; infinite while it does."""
         ...
 
+    def give_way(self, device: str, now_s: float) -> None:
+        """End a device's turn, where others wait for theirs."""
+        ...
+
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Send a device the result of its update."""
         ...
@@ -131,6 +135,9 @@ class WithoutReleases:
     def held_s(self, device: str) -> float:
         """0: none waits for its turn."""
         return 0.0
+
+    def give_way(self, device: str, now_s: float) -> None:
+        """Do nothing: none waits."""
 
     def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
         """Refuse it.
@@ -256,6 +263,10 @@ class OverLink:
     def held_s(self, device: str) -> float:
         """See `Executor`."""
         return self._transfers.queue.held_s(device)
+
+    def give_way(self, device: str, now_s: float) -> None:
+        """See `Executor`; what has come of its blobs is kept."""
+        self._transfers.give_way(device, now_s)
 
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Publish the acknowledgement to the device."""

@@ -221,6 +221,7 @@ class Running:
             large: the function is for a worker, in which it uses nothing that the loop changes.
 
         Raises, from the function:
+            LostUpdateError: a blob of it is damaged, or cannot be read; it is put aside.
             StoreError: the store cannot be read or written.
         """
         ask = self.ask(device, profile)
@@ -235,7 +236,10 @@ class Running:
                 if work:
                     plausible.require_weight(update, ask, limit_s)
                 taken, reason = take(believed), ""
-            except StoreError:
+            except mending.UnreadableError as error:  # its device has it still: other sectors may take it
+                self._store.depot.damaged(error.sha256)
+                raise mending.LostUpdateError(device, str(error)) from None
+            except (StoreError, mending.LostUpdateError):
                 raise
             except Exception as error:  # whatever a device sends, it is the device's update that is refused
                 plain = isinstance(error, UpdateError)

@@ -30,7 +30,7 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class LostUpdateError(JobError):
-    """Raised when an update that the running round has counted is gone or damaged on disk."""
+    """Raised when an update that is here, or is in the running round's sum, is gone or damaged on disk."""
 
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(f"{device}'s update: {reason}")

@@ -113,14 +113,19 @@ def waits_for_answers(state: Rounds, now_s: float) -> bool:
     A device that answers was asked and wanted: whom to ask besides stays the same, until all have answered or as many
     as are wanted.
     """
-    enough = _size(state)
     return (
         state.phase == "open"
         and bool(state.asked)
-        and not (state.extended or (enough and len(state.answered) >= enough))
+        and not (state.extended or full(state))
         and not any(device in state.asked for device in state.refused)  # an answer takes a refusal back
         and now_s < next_s(state)
     )
+
+
+def full(state: Rounds) -> bool:
+    """Whether as many have answered as are wanted, where the job says how many: the round closes, whatever the time."""
+    size = _size(state)
+    return bool(size) and len(state.answered) >= size
 
 
 def idle(state: Rounds, able: Collection[str], busy: AbstractSet[str] = frozenset()) -> bool:

@@ -284,7 +284,8 @@ class Serving:
         self.summed.fold()
         if job.rounds.phase == "closing":
             return self.summed.commit(now_s)
-        if rounds.next_s(job.rounds) <= now_s < self.summed.deadline_s(now_s):
+        if rounds.next_s(job.rounds) <= now_s < self.summed.deadline_s(now_s) and not rounds.full(job.rounds):
+            self.summed.hurry(now_s)
             return False
         try:
             busy = self._desk.loans.elsewhere(self.id) | left

@@ -48,8 +48,9 @@ class Queue:
         """Let a device send a blob in its turn; whether its turn it is already."""
         self._wanted.setdefault(device, {})[sha256] = size
         if device in self._sends:
-            self._sends[device] += size
-            self._sends_bytes += size
+            more = max(sum(self._wanted[device].values()) - self._sends[device], 0)
+            self._sends[device] += more
+            self._sends_bytes += more
             return True
         if device not in self._waits:
             self._waits[device] = math.inf
@@ -90,6 +91,10 @@ class Queue:
                 self._waits[device], self._news[device] = now_s, True
         self._came.clear()
         return begun
+
+    def sends(self, device: str) -> bool:
+        """Whether it is a device's turn, and not all is here."""
+        return device in self._sends and device in self._wanted
 
     def stall(self, device: str, now_s: float) -> None:
         """Take a device's turn, and let it wait behind all others."""

@@ -153,6 +153,12 @@ class Streaming:
         self._places.pop(key, None)
         self._asked.discard(key)
 
+    def hand_over(self, key: Key, reason: str) -> None:
+        """Have the rest of a blob that its device puts come over the link."""
+        coming = self._coming.get(key)
+        if coming is not None and coming.until_s < math.inf:
+            self._give_up(key, coming, reason)
+
     # -- what has happened --
 
     def take_ended(self, now_s: float) -> list[tuple[Ended, int]]:

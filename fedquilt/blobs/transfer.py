@@ -106,6 +106,17 @@ class Transfers:
         """Stop fetching; chunks on disk already serve the next attempt."""
         self._forget((device, sha256))
 
+    def give_way(self, device: str, now_s: float) -> None:
+        """End a device's turn, where others wait for theirs; it keeps what has come, and waits behind them."""
+        if not self.queue or not self.queue.sends(device):
+            return
+        keys = [(device, sha256) for sha256 in self.queue.of(device)]
+        if held := [key for key in keys if key in self._open and self._open[key].held]:
+            for key in held:
+                self._streaming.hand_over(key, "it takes too long, and others wait for their turn")
+        else:
+            self._park(keys, now_s)
+
     def take_done(self) -> list[tuple[str, str, str | None]]:
         """(device, sha256, error or None) of the transfers that have ended since the last call."""
         done, self._done = self._done, []

@@ -302,6 +302,36 @@ def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) ->
     assert sum(hand.transfers.traffic_bytes(name, "up") for name, hand in stage.by_name.items() if name in "ef") == 0
 
 
+def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passed(tmp_path: Path) -> None:
+    """Two of six suffice, and come after it: the four who wait for their turn are not waited for."""
+    stage = Paced(tmp_path, cohort={**COHORT, "size": 2, "over_select": 2.0})
+    stage.answer("abcdef")
+    stage.play(22.0)
+    assert not stage.told(Closed)
+    stage.work(3.0)
+    assert stage.answered == list("ab")
+    assert len(stage.states) == 1
+
+
+def test_boards_that_send_for_too_long_make_way_for_those_who_wait_in_time(tmp_path: Path) -> None:
+    """Two say over and over how their update is cut: at the deadline, and not before, their turn goes to the others."""
+    stage = Paced(tmp_path / "paced")
+    slow = {stage.by_name[name]: stage.by_name[name].answer(moved(name)).bundles["model"] for name in "ab"}
+    for name in "ab":
+        stage.die(name)
+    stage.answer("cdef")
+    while not stage.answered:
+        assert stage.broker.now_s < 25.0
+        for hand, ref in slow.items():
+            hand.say(f"blob/{ref.sha256}/manifest", wire.Manifest(ref.sha256, ref.size, wire.MAX_CHUNK, ref.sha256))
+        stage.work(0.5)
+    assert stage.broker.now_s > 20.0
+    stage.work(40.0)
+    assert stage.answered == list("cdef")
+    assert [fact.round for fact in stage.told(Closed)] == [0]
+    assert stage.states == calm(tmp_path / "calm", "cdef")
+
+
 class Noted(Paced):
     """What boards do is noted, as `fedquilt serve` does."""
 

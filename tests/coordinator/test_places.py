@@ -374,3 +374,26 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monke
     assert set(pair.coordinator.errors.values()) == {None}
     assert (named[2:], pair.broker.chunks) == (["z"], 0)
     pair.close()
+
+
+def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two put nothing where they were to: first the rest is to come over the broker, and then another goes first."""
+    pair = Pair(tmp_path, "x", "y", "z")
+    refs = {name: board.depot.put(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())}
+    coordinator = pair.coordinator.transfers
+    for name, ref in refs.items():
+        coordinator.want(name, ref, in_turn=True)
+        if name != "z":
+            monkeypatch.setattr(pair.boards[name].transfers._streaming, "put", lambda key, ref, place: None)
+    pulls = coordinator._pulls
+    pair.play(lambda: sum(pull.held for pull in pulls.values()) == 2)
+    coordinator.give_way("x", pair.broker.now_s)
+    pair.play(lambda: not pulls["x", refs["x"].sha256].held)
+    assert coordinator.queue
+    coordinator.give_way("x", pair.broker.now_s)
+    assert not coordinator.queue.sends("x")
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("z", refs["z"].sha256): None}
+    pair.close()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from by_hand import Stage, ones
 
+from fedquilt import tensors
 from fedquilt.coordinator import unreadable
-from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost
+from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
 from fedquilt.coordinator.worker import Here
 from fedquilt.disk import Place, Private
 
@@ -144,6 +145,29 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     bad.left = 0
     a.answer(ones(1.0))
     stage.play()
+    assert stage.store.status(stage.job) == "done"
+    stage.store.close()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offered_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, large: bool
+) -> None:
+    """It is put aside and fetched once more; the coordinator and the job go on, and its device is refused nothing."""
+    stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None)
+    hand = stage.hand("a")
+    ref = hand.depot.put(tensors.encode(ones()))
+    stage.disk = Bad(ref.sha256, left=1)
+    stage.restart()
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    assert not stage.told(Answered)
+    assert "a's update could not be read" in caplog.text
+    hand.answer(ones())
+    stage.play()
+    assert not stage.told(Rejected)
+    assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
     assert stage.store.status(stage.job) == "done"
     stage.store.close()
 

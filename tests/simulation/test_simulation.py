@@ -36,6 +36,8 @@ REPLAYS = (
     # a disk failed once when a new state was read back, and the job had failed for good
     "seed=300822 codec=int8 devices=2 rounds=1 refuse:coordinator,128,1,io slow:dev-0,1.5 "
     "jump:coordinator,1.53,100.0,0.0",
+    # an update that had counted was damaged, and counted again as its device still had it: this is not twice
+    "seed=720235 devices=2 rounds=1 beside_s=3.0 rot:coordinator,2.81,0.9149",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )

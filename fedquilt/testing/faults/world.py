@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended, Lost
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, FedquiltError, Method, Update, summed
 from fedquilt.edge_agent.remembered import Private, Remembered
@@ -346,6 +346,8 @@ class World:
                 if fact.update.round != fact.round or fact.update.job != id:
                     raise BrokenError(f"{id}: round {fact.round} counted an update of round {fact.update.round}")
                 counted[fact.round].append(fact.update.device)
+            elif isinstance(fact, Lost):  # its device is asked for it again, and counts once more
+                counted[fact.round].remove(fact.device)
         anew = [fact.round for fact in facts if isinstance(fact, Answered) and fact.update.note]
         cohorts: tuple[tuple[str, ...], ...] = ()
         for fact, devices in zip(committed, counted, strict=True):

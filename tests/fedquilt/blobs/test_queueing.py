@@ -68,6 +68,19 @@ def test_a_device_that_has_its_turn_sends_a_further_blob_in_it() -> None:
     assert made.begin(0.0) == []
 
 
+def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_that() -> None:
+    """What it does not send any more is dropped."""
+    made = queue(20.0, "a")
+    assert made.begin(0.0) == ["a"]
+    for name in "xyz":
+        made.leave("a", next(iter(made.of("a"))))
+        assert made.join("a", name, 10)
+        made.pace(0, 0, 30.0)
+    for device in "bc":
+        made.join(device, f"{device}'s", 10)
+    assert made.begin(0.0) == ["b", "c"]
+
+
 def test_who_stalls_waits_behind_all_others_and_has_waited_once() -> None:
     """Time for which it waits again is its own."""
     made = queue(0.0, *"abcd")
