@@ -11,6 +11,7 @@ from typing import Final
 
 TRIES: Final = 3
 AGAIN_S: Final = 30.0  # from one to the next
+NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothing to do with it
 
 
 class Waiting:
@@ -25,8 +26,8 @@ class Waiting:
 
     def failed(self, job: str, sha256: str, now_s: float) -> bool:
         """Note that a job's blob could not be read; True: it is given up, and all is forgotten of the job."""
-        before, tries, _ = self._tried.get(job, ("", 0, 0.0))
-        tries = tries + 1 if before == sha256 else 1
+        before, tries, again_s = self._tried.get(job, ("", 0, now_s))
+        tries = tries + 1 if before == sha256 and now_s < again_s + NEW_S else 1
         if tries >= TRIES:
             self._tried.pop(job, None)
             return True

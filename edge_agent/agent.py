@@ -336,8 +336,17 @@ class Agent:
             self.publish("progress", messages.progress(task, fraction), reliable=False)
 
     def offer(self, update: Update, now_s: float) -> None:
-        """Offer an update; one whose blobs are lost from disk has to be worked for again."""
-        if not all(self.local.depot.has(ref) for ref in update.bundles.values()):
+        """Offer an update; one whose blobs are lost from disk has to be worked for again.
+
+        A disk that does not say whether they are there is asked again by the next offer.
+        """
+        try:
+            here = all(self.local.depot.look(ref) for ref in update.bundles.values())
+        except StoreError as error:
+            said = "%s, round %d: the update is offered later: %s"
+            log.warning(said, update.job, update.round, error, extra=about(run=update.job))
+            return
+        if not here:
             gone = Acked((update.job, update.round), False, update.epoch, update.attempt)
             return self._settle(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session

@@ -61,9 +61,11 @@ def of(store: Store, run: str) -> Parts:
 def _hold(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Doing]) -> None:
     """Name the boards whose update waits for its turn to be sent, as their coordinator has noted it."""
     others = sum(each.step == "sending" for each in doing.values())
+    first = (
+        f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
+    )
     said = (
-        f"selected; its update waits for its turn to be sent: {others} {'other is' if others == 1 else 'others are'} "
-        "being sent or read, and more do not fit (waiting_mb of limits.toml)"
+        f"selected; its update waits for its turn to be sent: {first}, and more do not fit (waiting_mb of limits.toml)"
     )
     for device, each in doing.items():
         part = found.get(each.round, {}).get(device)

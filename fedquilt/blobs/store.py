@@ -71,8 +71,7 @@ class Depot:
         make: bool = True,
         disk: Disk = REAL,
     ) -> None:
-        self.folder = folder
-        self.disk = disk
+        self.folder, self.disk = folder, disk
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
@@ -123,10 +122,18 @@ class Depot:
         return None if found is None else BlobRef(sha256=sha256, size=found.size)
 
     def has(self, ref: BlobRef) -> bool:
-        """Whether the whole blob is here, undamaged."""
+        """Whether the whole blob is here, undamaged; not where the disk does not say."""
+        with suppress(StoreError):
+            return self.look(ref)
+        return False
+
+    def look(self, ref: BlobRef) -> bool:
+        """Whether the whole blob is here, undamaged; raises StoreError where the disk does not say."""
         if self._pack is not None and (size := self._pack.size(ref.sha256)) is not None:
             return size == ref.size
-        return self._is_file(ref)
+        with self._doing(f"look for blob {ref.sha256[:12]}"):
+            found = self._sound(ref.sha256)
+        return found is not None and found.size == ref.size
 
     def doubt(self) -> None:
         """Hash every blob again when it is opened next: something has failed that may be a disk's fault."""
@@ -179,8 +186,9 @@ class Depot:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
         """
         ref = chunks.reference(payload, expected)
-        if self._is_file(ref):  # a stowed blob may be dropped by its user
-            return ref
+        with suppress(OSError):  # then it is stored
+            if self._sound(ref.sha256) is not None:  # a stowed blob may be dropped by its user
+                return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
             self._store(payload, ref.sha256)
         return ref
@@ -342,12 +350,6 @@ class Depot:
             sha256, _, kind = entry.name.partition(".")
             if kind == "tmp" or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
                 yield entry
-
-    def _is_file(self, ref: BlobRef) -> bool:
-        found = None
-        with suppress(OSError):
-            found = self._sound(ref.sha256)
-        return found is not None and found.size == ref.size
 
     def _sound(self, sha256: str, *, opens: bool = False) -> Found | None:
         """A blob's file; None: there is none, or it was damaged and is put aside."""

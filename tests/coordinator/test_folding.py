@@ -77,7 +77,7 @@ def apart(*devices: str, of: Folding | None = None) -> Folding:
     """Folding with the sum of these devices, a 1 for each, that somebody else has made."""
     made = Folding(any_order=True) if of is None else of
     total = {"w": exact.add(None, np.ones(2, np.float32), len(devices))}
-    made.put_apart({device: folding.told(update(device)) for device in devices}, total)
+    made.put_apart({device: folding.told(update(device)) for device in devices}, lambda: total)
     return made
 
 
@@ -92,6 +92,9 @@ def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() 
     assert gathered(apart("a", "b", of=apart("c")), "a", "b", "c", "d") == (3.0, ["d"])
     assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
     assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
+    made = Folding(any_order=True)
+    made.put_apart({"a": folding.told(update("a"))}, lambda: None)  # who was to make it has not
+    assert gathered(made, "a") == (None, ["a"])
 
 
 def test_what_is_in_a_sum_that_others_have_made_is_not_folded_again_as_it_comes() -> None:

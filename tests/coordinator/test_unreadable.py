@@ -194,3 +194,10 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
         states.append(stage.told(Committed)[-1].state)
         stage.store.close()
     assert states[0] == states[1]
+
+
+def test_failures_of_different_days_do_not_add_up() -> None:
+    waiting, day_s = unreadable.Waiting(), 86_400.0
+    assert not any(waiting.failed("job", "sha", day * day_s) for day in range(2 * unreadable.TRIES))
+    again = 3 * day_s * unreadable.TRIES
+    assert [waiting.failed("job", "sha", again + number) for number in range(unreadable.TRIES)] == [False, False, True]

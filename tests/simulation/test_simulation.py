@@ -38,6 +38,9 @@ REPLAYS = (
     "jump:coordinator,1.53,100.0,0.0",
     # an update that had counted was damaged, and counted again as its device still had it: this is not twice
     "seed=720235 devices=2 rounds=1 beside_s=3.0 rot:coordinator,2.81,0.9149",
+    # a board's disk failed for a moment, and it took its update, which had counted, for lost and settled it
+    "seed=730014 codec=int8 rounds=2 size=2 deadline_s=60.0 beside_s=3.0 refuse:dev-0,68,30,io "
+    "noise:3.67,2.5,0.4,0.0,0.0,0.0 crash:coordinator,284,1,0.5",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )
