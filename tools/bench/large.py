@@ -167,7 +167,7 @@ def _queued(home: Path, method: str, count: int, model: bytes) -> str:
     """Queue a job that waits for all boards; returns the run's id."""
     bundle.write(home / "bundle", {"network": {"name": "resnet50"}, "flops": 4_000_000_000}, {"model": model})
     cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
-    table = {"name": "bench", "method": method, "engine": "numpy", "rounds": 2, "cohort": cohort}
+    table = {"name": "bench", "method": method, "rounds": 2, "cohort": cohort}
     with Store(home / "runs") as store:
         return store.add(settings.parse(table), home / "bundle")
 
