@@ -54,9 +54,9 @@ class Lodger(Depot):
         found = self._here.get(sha256)
         return super().ref(sha256) if found is None and self._made else found
 
-    def has(self, ref: BlobRef) -> bool:
+    def look(self, ref: BlobRef) -> bool:
         """Whether this depot has a blob, undamaged."""
-        return self._shared.depot.has(ref) if ref.sha256 in self._here else self._made and super().has(ref)
+        return self._shared.depot.look(ref) if ref.sha256 in self._here else self._made and super().look(ref)
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """Read a range of a blob."""
