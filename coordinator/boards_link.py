@@ -85,7 +85,7 @@ class Boards:
         return None
 
     def contact(self, connected: bool) -> None:
-        """Note whether the broker is reached: what is known of boards is as old as its loss."""
+        """Note whether the broker is connected now. While it is not, nothing new is heard of any board."""
         if connected != (self._away is None):
             self._away, self._told_away = None if connected else self._clock(), True
             self._wake(0.0)

@@ -55,9 +55,11 @@ class Folding:
         self._told[device], self.total = told, total
 
     def put_apart(self, given: Mapping[str, Told], total: Callable[[], Any]) -> None:
-        """Store what waits for the sum of several devices' updates that somebody else folds, of a fold that adds up.
+        """Take a sum of several devices' updates that a worker of the simulation makes, before it is there.
 
-        It gives None where the sum has not come to be; these updates are folded one by one then.
+        Args:
+            given: the devices, each with what tells its update.
+            total: waits for the sum; returns None if the worker could not make it: these are folded one by one then.
         """
         self._apart.append((dict(given), total))
 

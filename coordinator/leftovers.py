@@ -49,7 +49,7 @@ class Leftovers:
         self.tidy()
 
     def spent(self, found: AbstractSet[str]) -> None:
-        """Note blobs of a round that is over; they are dropped once the next round's devices have their tasks."""
+        """Note blobs that a finished round used; they are deleted after the next round's tasks have been sent."""
         self._discarded |= found
 
     def tidy(self) -> None:

@@ -1,4 +1,4 @@
-"""Jobs that wait for the disk, as what they have stored could not be read: for how long, and what follows then.
+"""Jobs whose stored state, sum or update the disk failed to give back: when they are tried again, and when given up.
 
 A disk fails for a moment where a cable or a controller does, and for good where a sector is gone. The coordinator
 does not know which it is. So it goes on with its other jobs, and takes the job up again a little later. What cannot be

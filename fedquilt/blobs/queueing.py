@@ -13,7 +13,10 @@ LEAST: Final = 2  # devices whose turn it may be, whatever the bytes: one sends 
 
 
 class Queue:
-    """Devices that wait for their turn to send, and those whose turn it is, until `pace` after all of it is here."""
+    """Devices that wait for their turn to send, and devices whose turn it is.
+
+    A device keeps its place until all its blobs have arrived and `pace` has counted them as here.
+    """
 
     def __init__(self) -> None:
         self._most_bytes, self._here, self._here_bytes = 0.0, 0, 0

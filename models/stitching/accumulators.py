@@ -49,7 +49,7 @@ class Counts:
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
-Sum: TypeAlias = Votes | Fits | Gathering | Counts
+Sum: TypeAlias = Votes | Fits | Gathering | Counts  # what a FedStitch round has added up, by its phase
 SUMS: Final[Mapping[str, type[Sum]]] = {"score": Votes, "fit": Fits, "gather": Gathering, "validate": Counts}
 MERGED: Final = (Gathering, Counts)  # the others keep devices apart
 

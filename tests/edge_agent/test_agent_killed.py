@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from one_agent import MODEL, Site, until_claimed, until_finished, until_offered
 
 from fedquilt import tensors
 from fedquilt.core import StoreError
-from fedquilt.disk import Disk, Place
+from fedquilt.disk import REAL, Disk, Found, Place
 from fedquilt.edge_agent.task.protocol import Outcome
 
 
@@ -157,3 +158,24 @@ def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> 
     assert site.outbox == []
     site.ask()
     assert len(site.bench.orders) == 2
+
+
+class Silent(Disk):
+    """A disk that fails whenever it is asked what a path leads to."""
+
+    def stat(self, path: Place) -> Found | None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+def test_an_update_is_offered_later_while_the_disk_does_not_say_whether_it_is_there(site: Site) -> None:
+    """The coordinator may have counted it: it is neither given up nor worked for again."""
+    until_offered(site)
+    offers, depot = len(site.all("update")), site.agent.local.depot
+    depot.disk = Silent()
+    site.run(12.0)
+    assert len(site.all("update")) == offers
+    assert len(site.outbox) == 1
+    depot.disk = REAL
+    site.run(60.0)
+    assert len(site.all("update")) > offers
+    assert len(site.bench.orders) == 1

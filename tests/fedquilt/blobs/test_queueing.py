@@ -121,7 +121,7 @@ def test_what_has_changed_for_a_device_is_news_once() -> None:
 
 
 def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is_asked_for(tmp_path: Path) -> None:
-    """Two of five at a time; who waits is asked for nothing, not even a manifest. A small blob is asked for at once."""
+    """Two of five devices send at a time. Those that wait are asked for no manifest either, but for a small blob."""
     broker, names = MemoryBroker(), "abcde"
     coordinator = Paced(broker, tmp_path / "here")
     sides = {name: Side(broker, tmp_path / name, name) for name in names}
