@@ -80,6 +80,7 @@ class Beside:
         self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
         self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
         self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
+        self._lost = (-math.inf, 0.0)  # when the running attempt began; `Absence.lost_s` at that time
 
     def encode(self) -> None:
         """Have what devices are sent of a large state stored, as the job is taken up."""
@@ -110,9 +111,21 @@ class Beside:
         """Note an update that is fetched next; returns whether it is so large that it has to wait for its turn."""
         if size_of(update) < self._worker.large_bytes:
             return False
-        if self._offered.get(device) != update and now_s < rounds.next_s(self._served.job.rounds):
+        if self._offered.get(device) != update and now_s < self._due_s:
             self._offered[device] = update
         return True
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds in which no device could be reached, by which the deadline is later; infinite while none can."""
+        absence, opened_s = self._executor.absence, self._served.job.rounds.opened_s
+        if opened_s != self._lost[0]:
+            self._lost = opened_s, absence.lost_s
+        return math.inf if absence.away else absence.lost_s - self._lost[1]
+
+    @property
+    def _due_s(self) -> float:
+        return rounds.next_s(self._served.job.rounds) + self.lost_s
 
     def deadline_s(self, now_s: float) -> float:
         """Time of the round's deadline, as long as it lies ahead; then, until which the round waits for who is in time.
@@ -120,7 +133,7 @@ class Beside:
         That is whose update is being read, and whose was offered before the deadline and had to wait for its turn to
         be sent: the deadline is so much later for it.
         """
-        deadline_s = rounds.next_s(self._served.job.rounds)
+        deadline_s = self._due_s
         if self._in_time:
             return math.inf
         if now_s < deadline_s or not self._offered:
@@ -129,12 +142,15 @@ class Beside:
         self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
         return deadline_s + max(map(self._executor.held_s, self._offered), default=0.0)
 
-    def hurry(self, now_s: float) -> None:
-        """Let those go first who are in time, before any whose own time is over and who send still."""
-        deadline_s = rounds.next_s(self._served.job.rounds)
+    def waits(self, now_s: float) -> bool:
+        """Whether the round waits past its deadline; those who are in time go before any whose own time is over."""
+        deadline_s = self._due_s
+        if not deadline_s <= now_s < self.deadline_s(now_s) or rounds.full(self._served.job.rounds):
+            return False
         for device in self._served.arriving:
             if now_s >= deadline_s + self._executor.held_s(device):
                 self._executor.give_way(device, now_s)
+        return True
 
     @property
     def _gone(self) -> bool:
@@ -153,7 +169,7 @@ class Beside:
         if large:
             self._examining[device] = update
             held_s = self._executor.held_s(device) if self._offered.pop(device, None) == update else 0.0
-            if now_s < rounds.next_s(self._served.job.rounds) + held_s:
+            if now_s < self._due_s + held_s:
                 self._in_time.add(device)
             self._worker.start(examining, partial(self._examined, device, update))
         else:

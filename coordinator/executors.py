@@ -16,6 +16,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
+from fedquilt.coordinator.absence import Absence
 from fedquilt.coordinator.admission import Appeared, Arrived, Flooded
 from fedquilt.coordinator.conduct import ROUND_S
 from fedquilt.coordinator.gate import Gate
@@ -89,6 +90,11 @@ class Executor(Protocol):
         """End a device's turn, where others wait for theirs."""
         ...
 
+    @property
+    def absence(self) -> Absence:
+        """Times in which no device could be reached."""
+        ...
+
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Send a device the result of its update."""
         ...
@@ -124,6 +130,8 @@ class Executor(Protocol):
 
 class WithoutReleases:
     """Part of an `Executor` whose devices have no agent that could install anything, and no disk of their own."""
+
+    absence = Absence()  # none: they are always within reach
 
     def fds(self) -> Sequence[int]:
         """None: all that happens is known beforehand."""
@@ -175,7 +183,7 @@ class OverLink:
         identity: Identity | None = None,
         where: Where = Where(),
     ) -> None:
-        self.garbage = Garbage()
+        self.garbage, self.absence = Garbage(), Absence()
         self._topics = wire.Topics(fleet)
         self._gate = Gate(link, self._topics)
         self._link: Link = self._gate if identity is None else FleetLink(self._gate, identity, fleet)
@@ -196,6 +204,7 @@ class OverLink:
     def hear(self, now_s: float) -> Iterator[Heard]:
         """Yield messages of the link; None first after each new session."""
         self._gate.now_s = now_s
+        self.absence.note(self._link.connected, now_s)
         if self._link.session != self._session:
             self._session = self._link.session
             self._link.subscribe(self._topics.for_coordinator())

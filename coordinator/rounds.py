@@ -36,7 +36,7 @@ def decide(
 
     Args:
         state: of the job.
-        now_s: seconds of the coordinator's clock.
+        now_s: seconds of the round's clock: the coordinator's, which stands still while no device can be reached.
         online: devices that could take a task of this round, or have one.
         ask: gives the work of a device's task.
         busy: of them, those that have to be left to other jobs now: they take part, and are asked later.

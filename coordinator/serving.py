@@ -284,15 +284,14 @@ class Serving:
         self.summed.fold()
         if job.rounds.phase == "closing":
             return self.summed.commit(now_s)
-        if rounds.next_s(job.rounds) <= now_s < self.summed.deadline_s(now_s) and not rounds.full(job.rounds):
-            self.summed.hurry(now_s)
+        if self.summed.waits(now_s):
             return False
         try:
             busy = self._desk.loans.elsewhere(self.id) | left
             if self._waits(busy, most, now_s):
                 return False
-            late = now_s >= self._late_s
-            fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, late)
+            late, lost_s = now_s >= self._late_s, self.summed.lost_s
+            fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, late, lost_s)
             if fact is None and now_s >= self._opened_s + GRACE_S:
                 self._undecided = self._desk.registry.seen(now_s), most
         except Exception as error:

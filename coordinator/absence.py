@@ -1,0 +1,26 @@
+"""Time that rounds lose while no device can be reached, as the broker is away: pure, no I/O, no clock."""
+
+from __future__ import annotations
+
+from fedquilt.transport.connect import LONGEST_S
+
+
+class Absence:
+    """The broker, as seen from here. Devices that it lost as well come back by themselves, after a back-off."""
+
+    def __init__(self) -> None:
+        self.lost_s = 0.0  # seconds so far: of each absence, and of the longest back-off that follows it
+        self._since_s: float | None = None
+
+    @property
+    def away(self) -> bool:
+        """Whether it is not reached now."""
+        return self._since_s is not None
+
+    def note(self, reached: bool, now_s: float) -> None:
+        """Note whether it is reached now."""
+        if not reached and self._since_s is None:
+            self._since_s = now_s
+        elif reached and self._since_s is not None:
+            gone_s, self._since_s = now_s - self._since_s, None
+            self.lost_s += gone_s + min(gone_s, LONGEST_S)

@@ -1,0 +1,104 @@
+"""A broker that is away for long: what the round loses by it, it gets back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from by_hand import Hand, Stage, ones
+
+from fedquilt.coordinator.absence import Absence
+from fedquilt.coordinator.facts import Answered, Closed, Ended, Reopened
+from fedquilt.transport.connect import LONGEST_S
+
+
+def _away(stage: Stage, seconds: float) -> None:
+    stage.link.connected = False
+    stage.play(seconds)
+    stage.link.connected = True
+    stage.link.session += 1
+
+
+def _begun(folder: Path, **cohort: object) -> tuple[Stage, list[Hand]]:
+    stage = Stage(folder, cohort={"deadline_s": 30.0, **cohort})
+    hands = [stage.hand(name) for name in "abc"]
+    stage.play(10.0)
+    return stage, hands
+
+
+def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> None:
+    """Boards come back up to a back-off later than the coordinator, and answer in the first attempt still."""
+    stage, hands = _begun(tmp_path)
+    _away(stage, 2 * 3600.0)
+    stage.play(LONGEST_S + 15.0)  # of the 30 s, 20 were left
+    assert stage.told(Reopened) == []
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b", "c"]
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
+    """Two of three answer; after 5 s away the deadline is 10 s later: the absence, and as long for their return."""
+    stage, hands = _begun(tmp_path, quorum=0.5)
+    _away(stage, 5.0)
+    for hand in hands[:2]:
+        hand.answer(ones())
+    stage.play(24.5)
+    assert stage.told(Closed) == []
+    stage.play(1.5)
+    assert len(stage.told(Closed)) == 1
+    stage.store.close()
+
+
+def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_away(tmp_path: Path) -> None:
+    """No time is waited out: past the deadline of the clock on the wall, the last answer ends it."""
+    stage, hands = _begun(tmp_path)
+    _away(stage, 40.0)
+    for hand in hands:
+        hand.answer(ones())
+    stage.play(1.0)
+    assert len(stage.told(Closed)) == 1
+    stage.store.close()
+
+
+def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: Path) -> None:
+    """Earlier absences are not counted again."""
+    stage, _ = _begun(tmp_path)
+    _away(stage, 10.0)
+    stage.play(41.0)  # 20 were left, 20 are lost
+    assert [fact.attempt for fact in stage.told(Reopened)] == [1]
+    stage.play(31.0)
+    assert [fact.attempt for fact in stage.told(Reopened)] == [1, 2]
+    stage.store.close()
+
+
+def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_path: Path) -> None:
+    """It goes on with an open round when the broker is there."""
+    stage, hands = _begun(tmp_path)
+    stage.restart()
+    stage.link.connected = False
+    stage.play(500.0)
+    assert stage.told(Reopened) == []
+    stage.link.connected = True
+    stage.play(1.0)
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+@pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + LONGEST_S)])
+def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_s: float) -> None:
+    """Noted as often as one likes."""
+    absence = Absence()
+    for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
+        absence.note(reached, at_s)
+        assert absence.away is not reached
+    assert absence.lost_s == lost_s
+    absence.note(False, 10000.0)
+    absence.note(True, 10001.0)
+    assert absence.lost_s == lost_s + 2.0
