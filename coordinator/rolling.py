@@ -150,8 +150,8 @@ class Rolling:
         self._record(facts, now_s)
 
     def _decide(self, now_s: float) -> None:
-        """Make all decisions that are due, once it is known which boards there are."""
-        if now_s < self._opened_s + SETTLE_S:
+        """Make all decisions that are due, once it is known which boards there are, and while they can be heard."""
+        if self._executor.absence.away or now_s < self._opened_s + SETTLE_S:
             return
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):

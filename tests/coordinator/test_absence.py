@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from by_hand import Hand, Stage, ones
+from rolled import Ground
 
 from fedquilt.coordinator.absence import Absence
 from fedquilt.coordinator.facts import Answered, Closed, Ended, Reopened
+from fedquilt.coordinator.rollouts import Offered, Passed
 from fedquilt.transport.connect import LONGEST_S
 
 
@@ -102,3 +104,23 @@ def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_
     absence.note(False, 10000.0)
     absence.note(True, 10001.0)
     assert absence.lost_s == lost_s + 2.0
+
+
+def test_a_rollout_goes_no_further_while_the_broker_is_away(ground: Ground) -> None:
+    """A board that the broker lost too has its patience again from the broker's return on, and holds up the phase."""
+    boards = ground.fleet(4)
+    id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
+    while not ground.state(id).offered:
+        ground.play(0.1)
+    lost = next(board for board in boards if board.name in ground.state(id).offered)
+    lost.link.connected = False
+    ground.play(1.0)
+    ground.link.connected = False
+    ground.play(3600.0)
+    ground.link.connected = True
+    ground.link.session += 1
+    ground.play(30.0)
+    assert [type(fact) for _, fact in ground.facts if isinstance(fact, Offered | Passed)] == [Offered]
+    lost.come()
+    ground.play(20.0)
+    assert (ground.state(id).status, len(ground.having())) == ("done", 4)
