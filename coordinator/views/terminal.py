@@ -29,12 +29,12 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.places import Where
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs, log
 from fedquilt.coordinator.views import rollouts as rollout_view
@@ -138,7 +138,7 @@ class Console:
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
         self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, unprinted
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Print a fact, or on a terminal show the progress of its round."""
         first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
         if isinstance(fact, Ended):
@@ -191,7 +191,7 @@ class Console:
             if line is not None:
                 self.say(f"{job.id}: {line}" if self._named else line, BROKER if away else self._mend)
 
-    def _status(self, job: Running) -> None:
+    def _status(self, job: Shown) -> None:
         self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
 
     def status(self, line: Callable[[], str]) -> None:
@@ -205,7 +205,7 @@ class Console:
 class Above(Protocol):
     """What ties a site's coordinator to the one above it."""
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Take note of a fact of this coordinator."""
         ...
 
@@ -246,7 +246,7 @@ def coordinate(
     store.note_signed(identity is not None)
     counts = Exposed(noted.known)
 
-    def observe(job: Running, fact: AnyFact) -> None:
+    def observe(job: Shown, fact: AnyFact) -> None:
         console.observe(job, fact)
         counts.observe(job, fact)
         if site is not None:
