@@ -36,7 +36,7 @@ from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import costs, log
+from fedquilt.coordinator.views import costs, log, waits
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
@@ -185,11 +185,12 @@ class Console:
         self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
         for job in jobs:
             able = server.registry.able(job.engines, now_s)
-            whom = log.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
+            whom = waits.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
             away = whom is not None and self._contact.away  # who is online is not known then
             line = self._waiting[job.id].line("its broker, which cannot be reached" if away else whom, now_s)
             if line is not None:
-                self.say(f"{job.id}: {line}" if self._named else line, BROKER if away else self._mend)
+                mend = BROKER if away else waits.taken(job.rounds, able.keys(), server.holders(job.id)) or self._mend
+                self.say(f"{job.id}: {line}" if self._named else line, mend)
 
     def _status(self, job: Shown) -> None:
         self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
@@ -327,10 +328,12 @@ def tell(
             return
         # who is online is known here only as of when it was last looked who can be asked
         able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
-        whom = None if state.asked else log.waiting(state, engines, able)
+        hold = store.holds.of(id)
+        whom = str(hold) if hold else None if state.asked else waits.waiting(state, engines, able)
         if waiting.line(whom, time.monotonic()) is not None and not json:
-            whom = log.waiting(state, engines, able, log.elsewhere(store, id))
-            _tell(time.time(), f"waiting for {whom}", MORE)
+            busy = {} if hold else waits.elsewhere(store, id)
+            whom = whom if hold else waits.waiting(state, engines, able, busy.keys())
+            _tell(time.time(), f"waiting for {whom}", *([] if hold else [waits.taken(state, able, busy) or MORE]))
         time.sleep(0.5)
 
 
