@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from fedquilt.coordinator import admission, facts, mending, rounds
-from fedquilt.coordinator.encoding import Done, Encoded
+from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.job import Running
@@ -32,16 +32,11 @@ class Served(Protocol):
 
     job: Running
     arriving: dict[str, Update]
-    unsent: set[str]
     leftovers: Leftovers
 
     @property
     def over(self) -> bool:
         """Whether it has ended, or has been stopped."""
-        ...
-
-    def issue(self, device: str, now_s: float) -> None:
-        """Send a device its task, as soon as it can be sent."""
         ...
 
     def happened(self, event: admission.Event, now_s: float) -> None:
@@ -75,29 +70,11 @@ class Beside:
         left: Callable[[], bool],
     ) -> None:
         self._served, self._worker, self._executor, self._left = served, worker, executor, left
-        self.encodes = False  # whether the worker stores what devices are sent: no task is made meanwhile
         self._summing = False  # whether the worker folds or commits
         self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
         self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
         self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
         self._lost = (-math.inf, 0.0)  # when the running attempt began; `Absence.lost_s` at that time
-
-    def encode(self) -> None:
-        """Have what devices are sent of a large state stored, as the job is taken up."""
-        encoding = self._served.job.encoding()
-        if encoding is not None:
-            self.encodes = True
-            self._worker.start(encoding, self._encoded)
-
-    def _encoded(self, result: Callable[[], Encoded], now_s: float) -> None:
-        """Send the tasks that have waited for it."""
-        self.encodes = False
-        found = None if self._gone else self._ended(result, now_s)
-        if isinstance(found, dict):
-            self._served.job.encoded(found)
-            for device in sorted(self._served.unsent):
-                self._served.unsent.discard(device)
-                self._served.issue(device, now_s)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -191,6 +168,8 @@ class Beside:
             said = "%s's update could not be read (%s); it will offer it again"
             log.warning(said, device, lost.reason, extra=about(device=device))
             return self._served.happened(admission.Arrived(device, lost.reason), now_s)
+        except mending.UnreadableError as error:  # its device offers it again, once the job goes on
+            return self._served.fail(error, now_s)
         if examined.odd:
             log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
         self._served.happened(examined, now_s)

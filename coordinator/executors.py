@@ -20,9 +20,9 @@ from fedquilt.coordinator.absence import Absence
 from fedquilt.coordinator.admission import Appeared, Arrived, Flooded
 from fedquilt.coordinator.conduct import ROUND_S
 from fedquilt.coordinator.gate import Gate
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
 from fedquilt.coordinator.places import Places, Where
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.worker import LARGE_BYTES
 from fedquilt.core import BlobRef, JobError, Profile, Task, Wired, WireError
 from fedquilt.logs import about
@@ -112,7 +112,7 @@ class Executor(Protocol):
         """Go on as another start of the coordinator: devices take its tasks for rounds that they have counted."""
         ...
 
-    def tell(self, job: Running) -> None:
+    def tell(self, job: Shown) -> None:
         """Publish the state of the job's round, for observers."""
         ...
 
@@ -295,7 +295,7 @@ class OverLink:
         self._epoch = epoch
         self._publish(self._topics.coord, wire.CoordState(online=True, epoch=epoch), retain=True)
 
-    def tell(self, job: Running) -> None:
+    def tell(self, job: Shown) -> None:
         """Publish the round as a retained message on the job's topic; at the job's end the broker keeps none."""
         state, topic = job.rounds, self._topics.job(job.id)
         over = state.phase in ("done", "failed", "stopped")

@@ -15,7 +15,7 @@ from fedquilt import __version__
 from fedquilt.coordinator.boards import Board, Reading
 from fedquilt.coordinator.boards_store import FRESH_S
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Reopened
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.shown import Shown
 from fedquilt.open_metrics import Family
 
 MOST_BOARDS: Final = 2_000
@@ -67,7 +67,7 @@ class Exposed:
         self._round: dict[str, tuple[int, int, float]] = {}  # running job -> round, most rounds, when it was asked
         self._jobs: set[str] = set()
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Count a fact."""
         name = self._named(job.job.name)
         count = self._counts

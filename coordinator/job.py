@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from fedquilt import bundle, tensors, tiers
+from fedquilt import tensors, tiers
 from fedquilt.coordinator import checks, encoding, manifest, mending, plausible, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
@@ -21,8 +21,9 @@ from fedquilt.coordinator.encoding import Done, Encoded
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds, Started, apply
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.preflight import first_state, needs, require_made_for
+from fedquilt.coordinator.preflight import needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
+from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.summing import Summing
 from fedquilt.core import (
@@ -48,20 +49,20 @@ HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to
 
 
 class Running:
-    """One job of the store, at the point its facts have reached. States and sums of `large_bytes` stay on the disk.
+    """One job of the store as its facts have it, which goes on once it is `opened`; what has `large_bytes` is on disk.
 
     Raises:
-        JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
-        UnreadableError: the disk fails where the state is read.
-        StoreError: the store cannot be read or written.
+        JobError: the job cannot be run as written, or its log or bundle cannot be used.
+        UnreadableError: the disk fails where the bundle is read.
+        StoreError: the store cannot be read.
     """
 
     def __init__(self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
-        self.bundle, self._bundle_at = bundle.load(row.bundle), row.bundle
+        self.bundle = mending.bundle_of(row.id, row.bundle, store.depot)
         require_made_for(row.job, self.bundle)
-        mending.restore(store.depot, row.bundle, self.bundle.files)
+        self._states = States(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
         self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
         self.state: Any = None
         self._all_able: tuple[object, Work] | None = None  # fleet at the last look, if the task fitted every device
@@ -80,11 +81,27 @@ class Running:
         self.rounds = self.standing.rounds  # state of its rounds
         for _, _, fact in store.facts(self.id, after):
             self._note(fact, apply(self.rounds, fact, now_s))
-        if self.rounds.state is None:  # the job is new, or was stopped before it had begun
-            self._initialise(now_s)
-        assert self.rounds.state is not None
-        self.state = self._load_state(self.rounds.state, self.rounds.round == 0)  # what is stored, also of a new job
+
+    @property
+    def opens_large(self) -> bool:
+        """Whether what the job goes on from is for a worker to read, and to make if the job is new."""
+        state_bytes = self.rounds.state.size if self.rounds.state else 0
+        return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
+
+    def opening(self) -> Callable[[], Opened]:
+        """Function for the loop or a worker that reads or makes what the job goes on from: see `States.opened`."""
+        return partial(self._states.opened, self.rounds)
+
+    def opened(self, found: Opened, now_s: float) -> bool:
+        """Go on from what `opening` has found; False: that is gone meanwhile."""
+        if self.rounds.state is None:
+            if self._store.depot.ref(found.ref.sha256) is None:
+                return False
+            self.record(Started(found.ref, found.settles), now_s)
+        self.state = found.state
+        self.encoded(found.encoded)
         self._begin()
+        return True
 
     def record(self, fact: AnyFact, now_s: float) -> None:
         """Write a fact, then apply it.
@@ -222,6 +239,7 @@ class Running:
 
         Raises, from the function:
             LostUpdateError: a blob of it is damaged, or cannot be read; it is put aside.
+            UnreadableError: the disk fails where something else is read.
             StoreError: the store cannot be read or written.
         """
         ask = self.ask(device, profile)
@@ -236,8 +254,10 @@ class Running:
                 if work:
                     plausible.require_weight(update, ask, limit_s)
                 taken, reason = take(believed), ""
-            except mending.UnreadableError as error:  # its device has it still: other sectors may take it
-                self._store.depot.damaged(error.sha256)
+            except mending.UnreadableError as error:
+                if error.again not in blobs([update]):
+                    raise
+                self._store.depot.damaged(error.again)  # its device has it still: other sectors may take it
                 raise mending.LostUpdateError(device, str(error)) from None
             except (StoreError, mending.LostUpdateError):
                 raise
@@ -278,7 +298,7 @@ class Running:
         """Function that finds the tensors that an update's differences start from: blobs that this round has sent."""
         order = self._order(update.device, profile) if update.bases else None
         asked = {self._blob(value).sha256 for value in order.bundles.values()} if order else set()  # after a restart
-        return partial(summing.base, self._store.depot, update.bases, asked | self._sent if update.bases else set())
+        return partial(summing.base, self._store.depot, update, asked | self._sent if update.bases else set())
 
     def waits_to_fold(self) -> bool:
         """Whether updates that count could be folded now."""
@@ -317,15 +337,8 @@ class Running:
             settled=rounds.settling,
         )
         del state  # what is stored is loaded instead
-        state = self._load_state(fact.state, again=True)
+        state = self._states.load(fact.state, rounds.round, again=True)
         return Done(fact, state, encoding.encoded(self.method, state, fact.state, self._store.depot))
-
-    def encoding(self) -> Callable[[], Encoded] | None:
-        """Function for a worker that stores what devices are sent of the state; None: that is small, or not known."""
-        ref = self.rounds.state
-        if ref is None or not self.large or not encoding.known(self.method, ref):
-            return None
-        return partial(encoding.encoded, self.method, self.state, ref, self._store.depot)
 
     def encoded(self, found: Encoded) -> None:
         """Use what is stored for the running round's tasks."""
@@ -373,21 +386,10 @@ class Running:
         self.standing.take(fact, after)
         self.rounds = after
 
-    def _initialise(self, now_s: float) -> None:
-        state = first_state(self.job, self.bundle, self.method)
-        settles = self.method.settle is not None and self.method.settle.wanted(state)
-        self.record(Started(summing.stored(self._store.depot, *tensors.parts(state)), settles), now_s)
-
-    def _load_state(self, ref: BlobRef, again: bool) -> Any:
-        def anew() -> Any:  # the job's first state; None: the log is past it
-            return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
-
-        return mending.state(self.id, self._store.depot, ref, self.method.state, anew, self._large_bytes, again=again)
-
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):
             named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
-            mending.restore(self._store.depot, self._bundle_at, named)
+            self._states.restore(named)
             return value
         known = self._encoded.pop(id(value), None)
         if known is None or not self._store.depot.has(known[1]):

@@ -8,21 +8,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fedquilt import tensor_files, tensors
+from fedquilt import bundle, tensor_files, tensors
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.facts import Folded, Rounds
-from fedquilt.core import BlobRef, Contribution, JobError, StoreError, Update
-from fedquilt.disk import doing
+from fedquilt.core import BlobRef, Bundle, Contribution, JobError, StoreError, Tensors, Update
+from fedquilt.disk import Disk, Found, Place, doing
 from fedquilt.on_disk import Scratch
 from fedquilt.wire import Claim
 
 WHOLE_BYTES: Final = 1 << 20  # tensors up to this are in memory as bytes when they are read or stored
+
+_HOME: Final = "the home"
 
 T = TypeVar("T")
 
@@ -38,29 +40,65 @@ class LostUpdateError(JobError):
 
 
 class UnreadableError(StoreError):
-    """Raised when the disk fails where a job's blob is read: another try, a moment later, may find it well.
+    """Raised when the disk fails where something of a job is read: another try, a moment later, may find it well.
 
     Args:
-        what: the blob, and whose it is.
-        sha256: of the blob.
-        again: whether it is made or asked for again once it is gone.
+        what: cannot be read, and whose it is.
         error: of the disk.
+        again: sha256 of the blob, if it is made or asked for again once it is gone.
+        place: what has to be on a disk that can be read, so that the job can go on.
     """
 
-    def __init__(self, what: str, sha256: str, again: bool, error: StoreError) -> None:
-        super().__init__(f"{what} ({sha256[:12]}) cannot be read: {error}")
-        self.sha256, self.again = sha256, again
+    def __init__(self, what: str, error: StoreError, again: str = "", place: str = _HOME) -> None:
+        super().__init__(f"{what} cannot be read: {error}")
+        self.what, self.again, self.place = what, again, place
+
+    def mend(self, run: str) -> str:
+        """What lets the run go on, as a sentence's end."""
+        back = " or put a backup back (`fedquilt restore`)" if self.place == _HOME else ""
+        return f"move {self.place} to another disk{back}, then `fedquilt resume {run}`"
 
 
 @contextmanager
-def _reading(what: str, ref: BlobRef, again: bool) -> Iterator[None]:
-    """Name a blob that the disk does not give back."""
+def reading(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
+    """Name what the disk does not give back; arguments as of `UnreadableError`."""
     try:
         yield
-    except tensors.NoStateError:
+    except (tensors.NoStateError, UnreadableError):
         raise
     except StoreError as error:
-        raise UnreadableError(what, ref.sha256, again, error) from None
+        raise UnreadableError(what, error, again, place) from None
+
+
+def _reading(what: str, ref: BlobRef, again: bool) -> AbstractContextManager[None]:
+    return reading(f"{what} ({ref.sha256[:12]})", ref.sha256 if again else "")
+
+
+class _Named(Disk):
+    """A disk as readers of one blob see it, who read it piece by piece: they are told whose it is that cannot be read.
+
+    Args:
+        disk: on which it is.
+        naming: as `reading`.
+    """
+
+    def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:
+        self._disk, self._naming = disk, naming
+
+    def stat(self, path: Place) -> Found | None:
+        """See `Disk`."""
+        with self._naming(), doing(f"read {path}"):
+            return self._disk.stat(path)
+
+    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+        """See `Disk`."""
+        with self._naming(), doing(f"read {path}"):
+            return self._disk.read(path, offset, size)
+
+    def read_into(self, path: Place, buffer: Any, offset: int) -> int:
+        """See `Disk`."""
+        with self._naming(), doing(f"read {path}"):
+            return self._disk.read_into(path, buffer, offset)
 
 
 def streamed(depot: Depot, update: Update) -> Contribution:
@@ -73,12 +111,25 @@ def streamed(depot: Depot, update: Update) -> Contribution:
     """
     bundles = {}
     for name, ref in update.bundles.items():
-        with _reading(f"{update.device}'s update", ref, again=True):
+        naming = partial(_reading, f"{update.device}'s update", ref, again=True)
+        with naming():
             path = depot.file(ref.sha256)
         if path is None:
             raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
-        bundles[name] = tensor_files.Stored(path, depot.disk)
+        bundles[name] = tensor_files.Stored(path, _Named(depot.disk, naming))
     return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
+
+
+def base(depot: Depot, device: str, sha256: str) -> Tensors | None:
+    """Float32 tensors that a device's update has moved from, read one at a time; None: they are gone, or damaged.
+
+    Raises:
+        UnreadableError: the disk fails.
+    """
+    naming = partial(reading, f"what {device}'s update has moved from ({sha256[:12]})", sha256)
+    with naming():
+        path = depot.file(sha256)
+    return None if path is None else tensor_files.Floats(path, _Named(depot.disk, naming))
 
 
 def stored_sum(depot: Depot, folded: Folded, kind: type, room: Scratch) -> Any:
@@ -145,8 +196,10 @@ def state(
         StoreError: the disk takes no state that is made anew.
     """
     try:
-        large = partial(tensor_files.read_state, kind=kind, disk=depot.disk, lazy_bytes=lazy_bytes)
-        with _reading(f"the state of {run}", ref, again):
+        naming = partial(_reading, f"the state of {run}", ref, again)
+        disk = _Named(depot.disk, naming)
+        large = partial(tensor_files.read_state, kind=kind, disk=disk, lazy_bytes=lazy_bytes)
+        with naming():
             found = _read(depot, ref, kind, large)
         if found is not None:
             return found
@@ -189,22 +242,35 @@ def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[s
     )
 
 
-def restore(depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:
-    """Store the files of a bundle that the depot lacks, or whose copies there are damaged.
+def of_bundle(run: str, folder: Path) -> AbstractContextManager[None]:
+    """Name the bundle of a run where the disk does not give it back."""
+    return reading(f"the bundle of {run}", place=f"the bundle {folder}")
+
+
+def bundle_of(run: str, folder: Path, depot: Depot) -> Bundle:
+    """The bundle of a run, whose files are read when they are asked for.
 
     Raises:
-        JobError: the bundle's own file is not what the bundle says, or cannot be read.
+        JobError: there is none, or it is damaged.
+        UnreadableError: the disk fails.
+    """
+    with of_bundle(run, folder):
+        return bundle.load(folder, depot.disk)
+
+
+def restore(run: str, depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:
+    """Store the files of a run's bundle that the depot lacks, or whose copies there are damaged.
+
+    Raises:
+        JobError: the bundle's own file is gone, or not what the bundle says.
+        UnreadableError: the disk fails where it is read.
         StoreError: the depot cannot be written.
     """
     for name, ref in files.items():
         if not depot.has(ref):
-            source = folder / "blobs" / ref.sha256
+            with of_bundle(run, folder):
+                path = bundle.file(folder, ref, depot.disk)
             try:
-                with doing(f"read {source}"):
-                    source.open("rb").close()
-            except StoreError as error:
-                raise JobError(f"{folder}: file {name!r} cannot be used ({error})") from None
-            try:
-                depot.put_file(source, ref)
-            except DamagedBlobError as error:
+                depot.put_file(path, ref)
+            except DamagedBlobError as error:  # it has changed since
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None

@@ -15,18 +15,18 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from fedquilt import bundle, methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns, unreadable
+from fedquilt import methods, wire
+from fedquilt.coordinator import admission, facts, housekeeping, shown, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.mending import UnreadableError
+from fedquilt.coordinator.opening import Opening
 from fedquilt.coordinator.rolling import Rolling, Tell
 from fedquilt.coordinator.serving import Desk, Observe, Serving
 from fedquilt.coordinator.store import UNDER_WAY, Row, Store
 from fedquilt.coordinator.worker import Here, Worker
-from fedquilt.core import FedquiltError, Method, Profile, StoreError, Update, Wired
+from fedquilt.core import Method, Profile, Update, Wired
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -67,8 +67,8 @@ class Server:
         self._desk = Desk(executor, store, observe, worker or Here())
         self._worker, self._sweeps = self._desk.worker, False
         self.registry = self._desk.registry
-        self._executor, self._store, self._only, self._load = executor, store, only, load
-        self._around = around
+        self._executor, self._store, self._only = executor, store, only
+        self._opening = Opening(self._desk, load, around, self._serve)
         self._limits = limits
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
@@ -77,7 +77,6 @@ class Server:
         self._rollouts = Rolling(executor, store, self.registry, poll_s, tell) if only is None else None
         self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
         self._left: set[str] = set()  # runs already reported as not taken up here
-        self._waiting = unreadable.Waiting()  # for the disk
 
     def fds(self) -> Sequence[int]:
         """File descriptors of the executor and of the worker."""
@@ -88,9 +87,9 @@ class Server:
         return [serving.job for serving in self._jobs.values()]
 
     def job(self, id: str) -> Running | None:
-        """A job at work; None: it is not served now."""
+        """A job at work, or one that is being taken up; None: it is not served now."""
         serving = self._jobs.get(id)
-        return serving.job if serving else None
+        return serving.job if serving else self._opening.jobs.get(id)
 
     def look(self) -> None:
         """Read requests from the store at the next step, not only when it is time."""
@@ -99,6 +98,11 @@ class Server:
     def elsewhere(self, id: str) -> AbstractSet[str]:
         """Devices that other jobs have at this moment."""
         return self._desk.loans.elsewhere(id)
+
+    def holders(self, id: str) -> dict[str, str]:
+        """The same devices, with the job of each."""
+        others = (each for each in (*self._jobs, *self._opening.jobs) if each != id)
+        return {device: other for other in others for device in self._desk.loans.lent(other)}
 
     def step(self, now_s: float) -> float:
         """Handle messages that have arrived and everything due; returns when to call again.
@@ -229,12 +233,13 @@ class Server:
             if self._store.status(serving.id) == "stopping":
                 serving.record(facts.Ended("stopped", "by request"), now_s)
                 self._leave(serving, now_s)
-        if self._jobs and self._only is not None:
+        opening = self._opening.jobs
+        if (self._jobs or opening) and self._only is not None:
             return
         wanted = [row for row in self._store.jobs() if self._only in (None, row.id)]
         for row in wanted:
-            if row.status == "stopping" and row.id not in self._jobs:
-                self._store.end(row.id, facts.Ended("stopped", "by request"))
+            if row.status == "stopping" and row.id not in self._jobs and row.id not in opening:
+                self._desk.news[row.id] = shown.ended(self._store, row, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
         if now_s >= self._tidy_s and self._worker.idle:
             self._tidy_s = now_s + TIDY_S
@@ -245,13 +250,14 @@ class Server:
             wanted = [*wanted, *started]
         rows = [row for row in wanted if turns.mine(row, self._only)]
         waits = {serving.id: serving.wait(now_s) for serving in self._jobs.values()}
-        able = [row for row in rows if not self._waiting.waits(row.id, now_s)]
-        served = turns.served(able, waits, self._gave_way_s, self._limits)
+        able = [row for row in rows if not self._opening.held(row.id, now_s)]
+        here = {**waits, **dict.fromkeys(opening, turns.Wait(0.0))}
+        served = turns.served(able, here, self._gave_way_s, self._limits)
         for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
             self._give_way(serving, waits[serving.id], now_s)
-        if opened := [row for row in rows if row.id in served and row.id not in self._jobs]:
-            self._open(opened, now_s)
-        elif not self._jobs and len(able) == len(rows):
+        if begun := [row for row in rows if row.id in served and row.id not in self._jobs and row.id not in opening]:
+            self._opening.begin(begun, now_s)
+        elif not self._jobs and not opening and len(able) == len(rows):
             self.finished = self._only is not None
 
     def _tidy(self) -> None:
@@ -278,47 +284,18 @@ class Server:
                     "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`", row.id
                 )
 
-    def _open(self, rows: Sequence[Row], now_s: float) -> None:
-        """Take up jobs in the state of their facts: all before any of them goes on, as they have boards already."""
+    def _serve(self, found: Sequence[tuple[Row, Running]], now_s: float) -> None:
+        """Serve jobs that have been taken up."""
         opened, least_s = [], turns.absent(self._claims(now_s))
-        for row in rows:
-            try:
-                files = bundle.load(row.bundle).files
-                method = self._around(self._load(row.job.method), row.job, files)
-                job = Running(row, self._store, now_s, method, self._worker.large_bytes)
-            except UnreadableError as error:
-                self._read_later(row.id, error, now_s)
-                continue
-            except StoreError:
-                raise
-            except Exception as error:  # one job that cannot run does not keep the others from running
-                ended = facts.failed(error)
-                log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
-                self._store.end(row.id, ended)
-                continue
+        for row, job in found:
             self._desk.loans.level(row.id, least_s * row.job.priority, now_s)
             since_s = self._first_s.setdefault(row.id, now_s)
             opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
-        self._sweeps = self._sweeps or bool(opened)
+        self._sweeps = True
         self._sweep()
         for serving in opened:
             serving.begin(now_s)
-
-    def _read_later(self, id: str, error: UnreadableError, now_s: float) -> None:
-        """Take a job up again a little later, as the disk has failed where it was read, or give the blob up."""
-        ids = about(run=id)
-        if not self._waiting.failed(id, error.sha256, now_s):
-            log.error("%s; %s is taken up again in %g s", error, id, unreadable.AGAIN_S, extra=ids)
-        elif error.again:
-            log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
-            self._store.depot.damaged(error.sha256)
-        else:
-            mend = (
-                f"move the home to another disk or put a backup back (`fedquilt restore`), then `fedquilt resume {id}`"
-            )
-            log.error("%s cannot go on: %s; %s", id, error, mend, extra=ids)
-            self._store.end(id, facts.Ended("failed", f"{error}; {mend}"))
 
     def _sweep(self) -> None:
         """Remove leftovers of a crash, once the worker has nothing in hand that no fact names yet."""
@@ -350,7 +327,7 @@ class Server:
                 if serving.unreadable is not None:
                     serving.give_up(now_s)
                     self._close(serving, "queued", now_s)
-                    self._read_later(serving.id, serving.unreadable, now_s)
+                    self._opening.put_off(serving.job, serving.unreadable, now_s)
                     continue
                 closing = serving.job.rounds.phase == "closing"
                 if serving.advance(now_s, turns.left(serving.id, claims), self._most(serving, now_s)):

@@ -22,6 +22,7 @@ from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.leftovers import Leftovers
 from fedquilt.coordinator.loans import Loans
 from fedquilt.coordinator.refusals import NOTHING
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Worker
 from fedquilt.core import FedquiltError, JobError, StoreError, Update
@@ -30,7 +31,7 @@ from fedquilt.logs import about
 log = logging.getLogger("fedquilt.coordinator")
 
 AT_ONCE = frozenset((admission.Fetch, admission.Examine))  # actions that nobody sees outside
-Observe = Callable[[Running, facts.AnyFact], None]
+Observe = Callable[[Shown, facts.AnyFact], None]
 
 
 class Desk:
@@ -45,7 +46,7 @@ class Desk:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
         self.registry, self.loans = Registry(), Loans()
         self.jobs: dict[str, Serving] = {}  # by id, in the order in which they were taken up
-        self.news: dict[str, Running] = {}  # jobs with changes that have not been published yet
+        self.news: dict[str, Shown] = {}  # jobs with changes that have not been published yet
         self.fetching: dict[str, Serving] = {}  # device -> the job that its blobs are fetched for
         self.later: list[tuple[Serving, admission.Action]] | None = None  # what is done once messages are heard
 
@@ -128,7 +129,6 @@ class Serving:
         self._desk.store.begin(self.id)
         if self.job.rounds.phase in ("stopped", "failed"):
             self.record(facts.Resumed(), now_s)
-        self.summed.encode()
         self.issue_all(now_s)
         self.tell()
 
@@ -255,7 +255,7 @@ class Serving:
             return
         profile = desk.registry.profile_of(device)
         # after a restart the profile, which names its engine, may not be here yet
-        if profile is None or self.summed.encodes or not desk.loans.lend(device, self.id, now_s):
+        if profile is None or not desk.loans.lend(device, self.id, now_s):
             return self.unsent.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:

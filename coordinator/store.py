@@ -24,6 +24,7 @@ import msgspec
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended, Noted
+from fedquilt.coordinator.holds import Holds
 from fedquilt.coordinator.job_logs import Log
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.settings import Job
@@ -105,6 +106,7 @@ class Store:
                 raise
         self.snapshots = Snapshots(table, self._rows.log, home, self._writing, every)
         self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
+        self.holds = Holds(self._db, home, self._writing, self._epoch)
         self.depot = Depot(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
@@ -258,13 +260,16 @@ class Store:
         """Note that the coordinator started last has taken a job up, unless it is asked to stop it."""
         with self._writing():
             self._rows.change(id, epoch=self._epoch())
+        self.holds.forget(id)
         self.set_status(id, "running", unless="stopping")
 
     def standing(self, row: Row) -> str:
         """Status of a job at this moment: "running" only if a coordinator is working on it.
 
-        "waiting": a coordinator is here, but works on another job. "interrupted": no coordinator is here.
+        "held": the disk fails it. "waiting": the coordinator works on another job. "interrupted": none is here.
         """
+        if row.status in UNDER_WAY and self.served() and self.holds.of(row.id):
+            return "held"
         if row.status not in ("running", "stopping"):
             return row.status
         if not self.served():
@@ -345,11 +350,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One transaction.
-
-        Raises:
-            StoreError: also if a run that is written to is damaged, or the database as a whole.
-        """
+        """One transaction; it is refused also if a run that is written to is damaged, or the database as a whole."""
         self._require_whole()
         try:
             with storing(self.home), self._rows.together():

@@ -12,6 +12,7 @@ from typing import Final
 
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables
+from fedquilt.coordinator.holds import Holds
 from fedquilt.coordinator.rollout_log import RolloutLog
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.store_rows import Identity, Rows, readable, storing
@@ -76,5 +77,6 @@ class Reader(Store):
                 f"`fedquilt ls --home {home}` brings earlier ones up to date; for later ones install that version"
             )
         self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
+        self.holds = Holds(self._db, home, self._writing, self._epoch)
         self.depot = Depot(home / "blobs", make=False)
         self._lock, self._waiting = None, None

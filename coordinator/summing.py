@@ -343,25 +343,26 @@ def _as_it_is(given: Contribution) -> Contribution:
     return given
 
 
-def base(depot: Depot, bases: Mapping[str, str], sent: Set[str], name: str) -> Tensors | None:
+def base(depot: Depot, update: Update, sent: Set[str], name: str) -> Tensors | None:
     """Tensors that a bundle's differences start from; None: it holds no differences.
 
     Args:
         depot: where they are.
-        bases: bundle -> sha256 of what it starts from, as the update names it.
+        update: whose bundle it is; it names what each of its bundles starts from.
         sent: sha256 of the blobs that the running round has sent.
         name: of the bundle.
 
     Raises:
         UpdateError: the round has not sent what it names.
+        UnreadableError: the disk fails.
     """
-    sha256 = bases.get(name)
+    sha256 = update.bases.get(name)
     if sha256 is None:
         return None
-    path = depot.path(sha256) if sha256 in sent else None
-    if path is None:
+    found = mending.base(depot, update.device, sha256) if sha256 in sent else None
+    if found is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-    return tensor_files.Floats(path, depot.disk)  # one tensor at a time, as it is decoded
+    return found
 
 
 def stored(

@@ -1,35 +1,44 @@
-"""Jobs whose stored state, sum or update the disk failed to give back: when they are tried again, and when given up.
+"""Jobs of which the disk failed to give something back: when they are tried again, and when given up.
 
 A disk fails for a moment where a cable or a controller does, and for good where a sector is gone. The coordinator
 does not know which it is. So it goes on with its other jobs, and takes the job up again a little later. What cannot be
-read after `TRIES` is given up: a blob that is made or asked for again is put aside; for any other its job fails.
+read after `TRIES` is given up: a blob that is made or asked for again is put aside; for anything else its job fails.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 TRIES: Final = 3
 AGAIN_S: Final = 30.0  # from one to the next
 NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothing to do with it
 
 
+class Tried(NamedTuple):
+    """Tries of what a job needs; times are those of the coordinator's clock."""
+
+    what: str
+    number: int  # of tries so far
+    since_s: float  # the first
+    again_s: float  # the next
+
+
 class Waiting:
     """Jobs that wait for the disk."""
 
     def __init__(self) -> None:
-        self._tried: dict[str, tuple[str, int, float]] = {}  # job -> blob (sha256), tries of it, time of the next one
+        self._tried: dict[str, Tried] = {}  # by job
 
     def waits(self, job: str, now_s: float) -> bool:
         """Whether a job is not to be taken up yet."""
-        return job in self._tried and now_s < self._tried[job][2]
+        return job in self._tried and now_s < self._tried[job].again_s
 
-    def failed(self, job: str, sha256: str, now_s: float) -> bool:
-        """Note that a job's blob could not be read; True: it is given up, and all is forgotten of the job."""
-        before, tries, again_s = self._tried.get(job, ("", 0, now_s))
-        tries = tries + 1 if before == sha256 and now_s < again_s + NEW_S else 1
-        if tries >= TRIES:
-            self._tried.pop(job, None)
-            return True
-        self._tried[job] = (sha256, tries, now_s + AGAIN_S)
-        return False
+    def failed(self, job: str, what: str, now_s: float) -> Tried | None:
+        """Note that what a job needs could not be read; None: it is given up, and all is forgotten of the job."""
+        known = self._tried.pop(job, None)
+        if known is None or known.what != what or now_s >= known.again_s + NEW_S:
+            known = Tried(what, 0, now_s, now_s)
+        if known.number + 1 >= TRIES:
+            return None
+        self._tried[job] = Tried(what, known.number + 1, known.since_s, now_s + AGAIN_S)
+        return self._tried[job]

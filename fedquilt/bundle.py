@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fedquilt import checked, tensors
 from fedquilt.core import BlobRef, Bundle, JobError, StoreError, Wired
-from fedquilt.disk import REAL
+from fedquilt.disk import REAL, Disk, doing
 
 
 class Index(Wired, frozen=True):
@@ -44,36 +46,52 @@ def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> 
     return load(folder)
 
 
-def load(folder: Path) -> Bundle:
+def load(folder: Path, disk: Disk = REAL) -> Bundle:
     """Open a bundle. Files are checked for presence and size now, for content when they are read or stored.
 
+    Args:
+        folder: with the bundle.
+        disk: where that is.
+
     Raises:
-        JobError: there is no bundle, or it is damaged; says how to make one.
+        JobError: there is no bundle, or it is damaged; says how to make one. So does reading one of its files.
+        StoreError: it cannot be read. So does reading one of its files.
     """
-    try:
-        index = checked.decode((folder / "bundle.json").read_bytes(), Index)
-    except FileNotFoundError:
-        raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
-    except (OSError, checked.DamagedFileError) as error:
-        raise JobError(f"{folder / 'bundle.json'} is damaged ({error}): make it anew with `fedquilt prepare`") from None
-    for name, ref in index.files.items():
-        path = folder / "blobs" / ref.sha256
-        if not path.is_file() or path.stat().st_size != ref.size:
-            raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
-    return Bundle(index.meta, index.files, lambda name: tensors.read(file(folder, index.files[name])))
+    index_at = folder / "bundle.json"
+    with doing(f"read the bundle {folder}"):
+        try:
+            index = checked.decode(disk.read(index_at), Index)
+        except (FileNotFoundError, NotADirectoryError):
+            raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
+        except (IsADirectoryError, checked.DamagedFileError) as error:
+            raise JobError(f"{index_at} is damaged ({error}): make it anew with `fedquilt prepare`") from None
+        for name, ref in index.files.items():
+            found = disk.stat(folder / "blobs" / ref.sha256)
+            if found is None or found.is_dir or found.size != ref.size:
+                raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
+    return Bundle(index.meta, index.files, lambda name: _tensors(folder, index.files[name], disk))
 
 
-def file(folder: Path, ref: BlobRef) -> Path:
+def _tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, np.ndarray]:
+    path = file(folder, ref, disk)
+    with doing(f"read {path}"):
+        payload = disk.read(path)
+    return tensors.decode(payload)
+
+
+def file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
     """A file of a bundle, whose content has been compared with its name.
 
     Raises:
         JobError: it is gone or damaged.
+        StoreError: it cannot be read.
     """
     path = folder / "blobs" / ref.sha256
-    try:
-        damaged = REAL.digest(path) != ref.sha256
-    except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}; make the bundle anew with `fedquilt prepare`") from None
+    with doing(f"read {path}"):
+        try:
+            damaged = disk.digest(path) != ref.sha256
+        except FileNotFoundError:
+            raise JobError(f"{path} is gone: make the bundle anew with `fedquilt prepare`") from None
     if damaged:
         raise JobError(f"{path} is damaged: make the bundle anew with `fedquilt prepare`")
     return path

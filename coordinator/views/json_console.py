@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.views import log as sentences
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.logs import about
@@ -20,7 +20,7 @@ class JsonConsole(Console):
         super().__init__(wordy=True, named=True)
         log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Log a fact with its ids."""
         update = getattr(fact, "update", None)
         device = getattr(fact, "device", None) or getattr(update, "device", None)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from fedquilt import columns, methods, metrics, units
-from fedquilt.coordinator import eligibility, rounds, triggers
-from fedquilt.coordinator.boards import Board, Reading
+from fedquilt import columns, metrics, units
+from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -29,12 +26,10 @@ from fedquilt.coordinator.facts import (
     Rounds,
     Started,
     Surveyed,
-    apply,
 )
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store
+from fedquilt.coordinator.store import UNAPPROVED, Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
-from fedquilt.coordinator.views import costs, devices, progress
+from fedquilt.coordinator.views import costs, progress, waits
 from fedquilt.core import JobError, Update, Usage
 
 FINAL: Final = "final evaluation"  # instead of a round's number
@@ -102,82 +97,6 @@ def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
     return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
 
 
-def elsewhere(store: Store, run: str) -> set[str]:
-    """Devices that other running jobs of a store have asked and not heard, by their logs."""
-    found = set[str]()
-    for row in store.jobs():
-        if row.id != run and row.status == "running":
-            with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= replayed(row, [fact for _, _, fact in store.facts(row.id)]).asked
-    return found
-
-
-def replayed(row: Row, facts: Iterable[AnyFact]) -> Rounds:
-    """State of a run after these facts."""
-    state = Rounds(Plan.of(row.job))
-    for fact in facts:
-        state = apply(state, fact, 0.0)
-    return state
-
-
-def waits(row: Row, store: Store) -> str | None:
-    """Sentence on what a running, armed or unapproved job waits for; None: it does not wait, or does not run."""
-    if row.status == UNAPPROVED:
-        return f"its owner: `fedquilt approve {row.id} --home {store.home}`"
-    if row.status == ARMED:
-        known = ((triggers.Told(b.device, r.drift, r.accuracy), b.labels) for b, r in _online(store))
-        return triggers.waits(row.job, triggers.told(row.job, known), time.time(), triggers.last_start(store, row.id))
-    if store.standing(row) != "running":
-        return None
-    if row.origin == "run" and (away := devices.away(store.home, time.time())):
-        return f"{away}: what is known of boards is as of then"
-    state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
-    if state.phase not in ("selecting", "open") or state.asked:
-        return None
-    engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
-    able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
-    return waiting(state, engines, able, elsewhere(store, row.id))
-
-
-def _online(store: Store) -> Iterator[tuple[Board, Reading]]:
-    """Boards that are online as their coordinator last knew them, with their latest readings."""
-    for each in devices.look(store.home):
-        if each.board.online:
-            yield each.board, each.reading
-
-
-def waiting(
-    state: Rounds, engines: Sequence[str], able: Collection[str], busy: AbstractSet[str] = frozenset()
-) -> str | None:
-    """Sentence on what the running round waits for; None: a device is at work, or nothing runs.
-
-    Args:
-        state: of the run.
-        engines: names of those that can run the job.
-        able: devices that are online and have one of the engines.
-        busy: devices that other jobs have.
-    """
-    if not rounds.idle(state, able, busy):
-        return None
-    if state.asked:
-        absent = {"offline": state.asked - busy, "at other jobs' tasks": state.asked & busy}
-        return "; ".join(f"{_names(sorted(devices))}: {where}" for where, devices in absent.items() if devices)
-    barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
-    alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
-    declined = f", {len(state.declined)} of them declined" if state.declined else ""
-    taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
-    there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
-    if state.phase == "selecting":
-        return f"{there}, at least {rounds.needed(state)} needed"
-    want = rounds.wanted(state, set(able) - state.passed.keys())
-    least = rounds.quorum(state, want)
-    return f"{there}, {len(state.answered)} of {want} updates received, a quorum is {least}"
-
-
-def _names(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_short(value)}" for name, value in sorted(metrics.items()))
 
@@ -229,13 +148,13 @@ def _reopened(fact: Reopened, before: Rounds) -> str:
     silent, turned = sorted(before.asked), before.declined.keys() - before.idle
     parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
     if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
-        parts.append(f"what {_names(refused)} sent was refused")
+        parts.append(f"what {waits.names(refused)} sent was refused")
     if declined := sorted(turned - before.roll):
-        parts.append(f"{_names(declined)} declined")
+        parts.append(f"{waits.names(declined)} declined")
     if before.idle:
-        parts.append(f"nothing to do for {_names(sorted(before.idle))}")
+        parts.append(f"nothing to do for {waits.names(sorted(before.idle))}")
     if silent:
-        parts.append(f"nothing from {_names(silent)}")
+        parts.append(f"nothing from {waits.names(silent)}")
     why = " by the deadline" if silent or not before.declined else ", and no other board to ask"
     again = "starting another attempt"
     if fact.attempt == before.attempt:
@@ -330,7 +249,7 @@ def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) ->
     return {
         "run": row.id,
         "status": store.standing(row) if isinstance(row, Row) else row.status,
-        "waits": waits(row, store) if isinstance(row, Row) and not problem else None,
+        "waits": waits.of(row, store) if isinstance(row, Row) and not problem else None,
         "submitter": row.submitter if isinstance(row, Row) else None,
         "method": row.job.method if isinstance(row, Row) else None,
         "rounds": progress.done(facts, row.job.rounds) if isinstance(row, Row) and problem is None else None,
@@ -354,6 +273,7 @@ STATUS: Final = {
     "failed": "red",
     "stopped": "yellow",
     "interrupted": "yellow",
+    "held": "yellow",
     UNAPPROVED: "yellow",
 }  # colour by status
 
@@ -379,10 +299,10 @@ def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
     ]
     told = columns.table(cells, "<<<>>>", wide, STATUS)
     odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
-    waits = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
+    held_up = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
     if len(told) != len(fine):  # in blocks
-        return [*told, *odd, *waits]
-    return [*((odd if row["problem"] is not None else told).pop(0) for row in rows), *waits]
+        return [*told, *odd, *held_up]
+    return [*((odd if row["problem"] is not None else told).pop(0) for row in rows), *held_up]
 
 
 def _short(value: float) -> str:

@@ -29,14 +29,14 @@ from fedquilt.coordinator.facts import (
     Surveyed,
     apply,
 )
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.places import Where
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import costs, log
+from fedquilt.coordinator.views import costs, log, waits
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
@@ -138,7 +138,7 @@ class Console:
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
         self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, unprinted
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Print a fact, or on a terminal show the progress of its round."""
         first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
         if isinstance(fact, Ended):
@@ -185,13 +185,14 @@ class Console:
         self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
         for job in jobs:
             able = server.registry.able(job.engines, now_s)
-            whom = log.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
+            whom = waits.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
             away = whom is not None and self._contact.away  # who is online is not known then
             line = self._waiting[job.id].line("its broker, which cannot be reached" if away else whom, now_s)
             if line is not None:
-                self.say(f"{job.id}: {line}" if self._named else line, BROKER if away else self._mend)
+                mend = BROKER if away else waits.taken(job.rounds, able.keys(), server.holders(job.id)) or self._mend
+                self.say(f"{job.id}: {line}" if self._named else line, mend)
 
-    def _status(self, job: Running) -> None:
+    def _status(self, job: Shown) -> None:
         self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
 
     def status(self, line: Callable[[], str]) -> None:
@@ -205,7 +206,7 @@ class Console:
 class Above(Protocol):
     """What ties a site's coordinator to the one above it."""
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Take note of a fact of this coordinator."""
         ...
 
@@ -246,7 +247,7 @@ def coordinate(
     store.note_signed(identity is not None)
     counts = Exposed(noted.known)
 
-    def observe(job: Running, fact: AnyFact) -> None:
+    def observe(job: Shown, fact: AnyFact) -> None:
         console.observe(job, fact)
         counts.observe(job, fact)
         if site is not None:
@@ -327,10 +328,12 @@ def tell(
             return
         # who is online is known here only as of when it was last looked who can be asked
         able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
-        whom = None if state.asked else log.waiting(state, engines, able)
+        hold = store.holds.of(id)
+        whom = str(hold) if hold else None if state.asked else waits.waiting(state, engines, able)
         if waiting.line(whom, time.monotonic()) is not None and not json:
-            whom = log.waiting(state, engines, able, log.elsewhere(store, id))
-            _tell(time.time(), f"waiting for {whom}", MORE)
+            busy = {} if hold else waits.elsewhere(store, id)
+            whom = whom if hold else waits.waiting(state, engines, able, busy.keys())
+            _tell(time.time(), f"waiting for {whom}", *([] if hold else [waits.taken(state, able, busy) or MORE]))
         time.sleep(0.5)
 
 

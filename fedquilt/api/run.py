@@ -57,7 +57,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """State of the run: "queued", "running", "interrupted", "waiting", "done", "failed" or "stopped"."""
+        """State of the run: "queued", "running", "interrupted", "waiting", "held", "done", "failed" or "stopped"."""
         with self._store() as store:
             return store.standing(store.job(self.id))
 

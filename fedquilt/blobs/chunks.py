@@ -9,6 +9,7 @@ again: an upload is the coordinator fetching. Nothing here holds chunk bytes;
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -81,31 +82,57 @@ def is_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
     return len(payload) == extent(manifest, index)[1] and hashlib.sha256(payload).hexdigest() == digest
 
 
-def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
-    """Manifest of a blob; `read(offset, size)` is called chunk by chunk.
+class Cutting:
+    """A blob that is being cut, some of it at a time.
+
+    Args:
+        ref: of the blob.
+        chunk: bytes of a chunk.
+        read: `read(offset, size)` is called chunk by chunk.
 
     Raises:
         LinkError: the manifest would not fit in one message of `chunk` bytes.
-        DamagedBlobError: the bytes read are not the blob `ref` names.
     """
-    chunks = -(-ref.size // chunk)
-    if _MANIFEST_BYTES + 64 * chunks > chunk:
-        most_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
-        mend = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
-        raise LinkError(
-            f"blob {ref.sha256[:12]} has {ref.size / 1e6:.0f} MB; "
-            f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
-        )
-    whole, digests = hashlib.sha256(), []
-    for index in range(chunks):
-        payload = read(index * chunk, min(chunk, ref.size - index * chunk))
-        whole.update(payload)
-        digests.append(hashlib.sha256(payload).hexdigest())
-    if whole.hexdigest() != ref.sha256:
-        raise DamagedBlobError(
-            f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
-        )
-    return wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests="".join(digests))
+
+    def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
+        self._ref, self._chunk, self._read = ref, chunk, read
+        self._whole, self._digests = hashlib.sha256(), list[str]()
+        self._count = -(-ref.size // chunk)
+        if _MANIFEST_BYTES + 64 * self._count > chunk:
+            most_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
+            mend = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
+            raise LinkError(
+                f"blob {ref.sha256[:12]} has {ref.size / 1e6:.0f} MB; "
+                f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
+            )
+
+    def go_on(self, most_bytes: float = math.inf) -> wire.Manifest | None:
+        """Cut so many bytes, and one chunk at least; the manifest, or None: there is more to cut.
+
+        Raises:
+            DamagedBlobError: the bytes read are not the blob `ref` names.
+        """
+        ref, left_bytes = self._ref, most_bytes
+        while len(self._digests) < self._count and left_bytes > 0:
+            offset = len(self._digests) * self._chunk
+            payload = self._read(offset, min(self._chunk, ref.size - offset))
+            self._whole.update(payload)
+            self._digests.append(hashlib.sha256(payload).hexdigest())
+            left_bytes -= self._chunk
+        if len(self._digests) < self._count:
+            return None
+        if self._whole.hexdigest() != ref.sha256:
+            raise DamagedBlobError(
+                f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
+            )
+        return wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
+
+
+def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
+    """Manifest of a blob; arguments and errors as of `Cutting`."""
+    made = Cutting(ref, chunk, read).go_on()
+    assert made is not None
+    return made
 
 
 # -- serving --------------------------------------------------------------------------------------

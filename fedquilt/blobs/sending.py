@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.chunks import MANIFEST, Item, Serve
+from fedquilt.blobs.chunks import MANIFEST, Cutting, Item, Serve
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.streaming import Streaming
 from fedquilt.core import BlobRef, FedquiltError, StoreError, Wired
@@ -23,6 +24,7 @@ HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer 
 SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
 PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
 PAYING_BYTES: Final = 16 * 1024  # the smallest of these
+CUT_BYTES: Final = 8 << 20  # that are cut at once: nothing else is read or sent meanwhile
 _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
 
@@ -60,10 +62,12 @@ class Sender:
         self._sent: set[Item] = set()
         self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index
         self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
+        self._cutting: dict[tuple[str, int], tuple[str, Cutting]] = {}  # by blob and chunk: for whom, and how far
+        self._waiting: dict[str, dict[str, wire.Get]] = {}  # blob that is being cut -> device -> its latest request
 
     def __bool__(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._serve)
+        """Whether something waits to be cut or sent."""
+        return bool(self._serve) or bool(self._cutting)
 
     def answer(self, device: str, get: wire.Get) -> None:
         """Take a device's request; what it may not have is refused."""
@@ -71,6 +75,9 @@ class Sender:
             manifest = self._manifest(device, get.sha256, get.chunk)
         except FedquiltError as error:
             return self._refuse(device, get.sha256, str(error))
+        if manifest is None:
+            self._waiting.setdefault(get.sha256, {})[device] = get
+            return None
         if chunks.count(manifest) > 1:
             self._streaming.offer(device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices)
         if get.indices and manifest.chunk == get.chunk:
@@ -79,9 +86,10 @@ class Sender:
                     self._serve.ask(Item(device, get.sha256, manifest.chunk, index))
         else:  # also when our packets have become smaller since the manifest was sent
             self._serve.ask(Item(device, get.sha256, manifest.chunk, MANIFEST))
+        return None
 
-    def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest:
-        """Manifest of a blob for a device that accepts chunks of `asked` bytes.
+    def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest | None:
+        """Manifest of a blob for a device that accepts chunks of `asked` bytes; None: it is being cut.
 
         Raises:
             StoreError: the device may not have it, or it is not here (any more).
@@ -93,24 +101,51 @@ class Sender:
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is not here any more")
         chunk = chunks.agreed(chunks.chunk_for(self._link.max_payload), asked)
-        manifest = self._manifests.pop((sha256, chunk), None)
+        key = sha256, chunk
+        if key not in self._manifests and key not in self._cutting:
+            read = partial(self._depot.read, sha256)
+            self._cutting[key] = device, Cutting(ref, chunk, read)
+            self._cut_on(key)
+        if key in self._manifests:
+            self._manifests[key] = self._manifests.pop(key)  # as the latest
+        return self._manifests.get(key)
+
+    def _cut_on(self, key: tuple[str, int]) -> bool:
+        """Go on with a blob that is being cut; returns whether its manifest is there now.
+
+        Raises:
+            StoreError: it cannot be read, or is damaged; it is not cut any further.
+        """
+        device, cutting = self._cutting[key]
+        try:
+            manifest = cutting.go_on(CUT_BYTES)
+        except StoreError as error:
+            del self._cutting[key]
+            if isinstance(error, chunks.DamagedBlobError):
+                self._depot.damaged(key[0])
+            raise
         if manifest is None:
-            try:
-                manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
-                self._strain(device, ref.size * (sha256 in self._cut) * HASHED_BYTE_S)
-            except chunks.DamagedBlobError:
-                self._depot.damaged(sha256)
-                raise
-            if len(self._cut) >= _CUT_MOST:
-                self._cut.clear()
-            self._cut.add(sha256)
-            while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
-                del self._manifests[next(iter(self._manifests))]
-        self._manifests[sha256, chunk] = manifest
-        return manifest
+            return False
+        del self._cutting[key]
+        self._strain(device, manifest.size * (key[0] in self._cut) * HASHED_BYTE_S)
+        if len(self._cut) >= _CUT_MOST:
+            self._cut.clear()
+        self._cut.add(key[0])
+        while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
+            del self._manifests[next(iter(self._manifests))]
+        self._manifests[key] = manifest
+        return True
 
     def step(self) -> None:
-        """Send as much as the link takes."""
+        """Cut some of a blob that was asked for, and send as much as the link takes."""
+        if self._cutting:
+            key = next(iter(self._cutting))
+            try:
+                ended, reason = self._cut_on(key), ""
+            except StoreError as error:
+                ended, reason = True, str(error)
+            for device, get in self._waiting.pop(key[0], {}).items() if ended else ():
+                self._refuse(device, get.sha256, reason) if reason else self.answer(device, get)
         while (item := self._serve.take(self._link.backlog)) is not None:
             self._send(item)
 
@@ -118,7 +153,10 @@ class Sender:
         device, sha256, index = item.device, item.sha256, item.index
         try:
             manifest = self._manifest(device, sha256, item.chunk)
-            if index == MANIFEST:
+            if manifest is None:  # it was forgotten, and is being cut anew
+                indices = () if index == MANIFEST else (index,)
+                self.answer(device, wire.Get(sha256=sha256, chunk=item.chunk, indices=indices))
+            elif index == MANIFEST:
                 self._publish(device, f"blob/{sha256}/manifest", manifest)
             elif manifest.chunk == item.chunk:
                 if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other

@@ -16,11 +16,11 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
     """Show why devices were or were not asked in each round, and what became of their work."""
-    from fedquilt.coordinator.views import log
+    from fedquilt.coordinator.views import waits
     from fedquilt.coordinator.views import why as reasons
 
     with homes.existing(home) as store:
         parts, row = reasons.of(store, run), store.job(run)
-        waits = log.waits(row, store)
-    told = [f"{row.id} waits for {waits}"] if waits and number is None and device is None else []
+        held_up = waits.of(row, store)
+    told = [f"{row.id} waits for {held_up}"] if held_up and number is None and device is None else []
     homes.show(format, reasons.select(parts.found, number, device), [*reasons.lines(parts, number, device), *told])

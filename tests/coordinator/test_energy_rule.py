@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from opened import opened
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import bundle, tensors
 from fedquilt.coordinator import deadline, rounds, settings, tasks
 from fedquilt.coordinator.deadline import Ask, Took, allowed
 from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rounds, Started, apply
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store
@@ -153,11 +153,11 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
     table = {"name": "j", "method": method, "params": {"epochs": 4}, "cohort": {"deadline": "energy"}}
     with Store(tmp_path / "home") as store:
         id = store.add(settings.parse(table), tmp_path / "bundle")
-        job = Running(store.job(id), store, 0.0, methods.load(method))
+        job = opened(store, id)
         before = job.ask("a", CHEAP)
         assert before.epochs == (4 if uneven else 0)
         job.record(Asked(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
-        for running in (job, Running(store.job(id), store, 0.0, methods.load(method))):
+        for running in (job, opened(store, id)):
             sent = {device: running.task(device, "numpy", CHEAP, 0.0) for device in "ab"}
             told = {device: task.params["epochs"] for device, task in sent.items() if task}
             assert told == {"a": 7 if uneven else 4, "b": 4}

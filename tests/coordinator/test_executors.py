@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from fedquilt import wire
-from fedquilt.blobs import chunks
+from fedquilt.blobs import chunks, sending
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Arrived
@@ -21,7 +21,7 @@ from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef
 from fedquilt.transport.around import Around
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.transport.link import MemoryBroker, Message
 
 FIRST, SECOND = bytes(range(256)) * 40, bytes(reversed(range(256))) * 40  # of several chunks each
 PACKET_BYTES = 2048
@@ -94,6 +94,10 @@ class Site:
             if self.executor._transfers.traffic_bytes("a", "up"):
                 break
         assert self.executor._transfers.traffic_bytes("a", "up") < ref.size
+
+
+def _route(message: Message) -> wire.Route:
+    return wire.route(message.topic)
 
 
 @pytest.fixture
@@ -216,15 +220,15 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each for chunks of another size: there are few sizes, and a manifest of each is made once for everybody."""
-    cut, make = [], chunks.cut
+    cut = []
     ref = site.depot.put(bytes(range(256)) * 200)
 
-    def counted(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
-        manifest = make(ref, chunk, read)
-        cut.append(chunk)
-        return manifest
+    class Counted(chunks.Cutting):
+        def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
+            super().__init__(ref, chunk, read)
+            cut.append(chunk)
 
-    monkeypatch.setattr(chunks, "cut", counted)
+    monkeypatch.setattr(sending, "Cutting", Counted)
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
     site.link._link.max_payload = 1 << 18
     for device in ("a", "b"):
@@ -234,6 +238,37 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
     site.play(1.0)
     assert 3 <= len(cut) <= 8
     assert len(set(cut)) == len(cut)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhile(
+    site: Site, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Whoever has asked for it is answered at the end, also where it turns out to be damaged."""
+    monkeypatch.setattr(sending, "CUT_BYTES", 1)  # one chunk
+    site.link._link.max_payload = 1 << 18
+    monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
+    topics, large = wire.Topics("f"), site.depot.put(bytes(range(250)) * 200)
+    small = site.depot.put(b"small")
+    if damaged:
+        with (site.depot.folder / large.sha256).open("r+b") as file:
+            file.seek(40_000)
+            file.write(b"x")
+    asker = site.broker.connect()
+    asker.subscribe([f"{topics.root}/dev/{name}/dn/blob/#" for name in "ab"])
+    for device, ref in (("a", large), ("b", large), ("b", small)):
+        asker.publish(topics.device(device, "up", "blob/get"), wire.encode(wire.Get(sha256=ref.sha256, chunk=4096)))
+    heard = []
+    for _ in range(40):
+        site.step()
+        site.broker.deliver()
+        heard.append([(route.device, route.sha256, route.leaf) for route in map(_route, asker.receive())])
+    told = [each for step in heard for each in step]
+    leaf = "missing" if damaged else "manifest"
+    assert told[0] == ("b", small.sha256, "manifest")
+    assert sorted(told[1:]) == [("a", large.sha256, leaf), ("b", large.sha256, leaf)]
+    assert heard.index(next(each for each in heard if ("a", large.sha256, leaf) in each)) >= 5
+    assert site.depot.has(large) != damaged
 
 
 @pytest.mark.parametrize(("hashed_s", "read"), [(0.0, True), (2.0, False)])

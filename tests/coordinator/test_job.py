@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from opened import opened
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings, summing
 from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost, Started
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.mending import LostUpdateError
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Contribution, DeviceView, Method, Order, StoreError, Update, Usage, Work
@@ -31,8 +31,8 @@ class Round:
     def __init__(self, folder: Path, table: Mapping[str, Any] = {}, method: Method = fedavg.METHOD) -> None:
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
         self.store = Store(folder / "home")
-        row = self.store.job(self.store.add(settings.parse({**TABLE, **table}), folder / "bundle"))
-        self.job = Running(row, self.store, 0.0, method)
+        run = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
+        self.job = opened(self.store, run, method)
 
     def ask(self, devices: str) -> None:
         self.job.record(Asked(self.job.rounds.round, 0, tuple(devices)), 0.0)

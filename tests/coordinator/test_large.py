@@ -299,14 +299,15 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     assert stage.store.depot.has(ref)
 
 
-def test_what_devices_are_sent_is_stored_by_the_worker_before_they_have_tasks(tmp_path: Path) -> None:
-    """Also after a restart in mid-round; the blob is the one that the loop would store."""
+def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path) -> None:
+    """Also after a restart in mid-round; what devices are sent is the blob that the loop would store."""
     worker = Slow()
     stage = played(tmp_path, "", worker)
-    assert [type(fact) for fact in stage.facts].count(Asked) == 1
-    assert not any(hand.tasks for hand in stage.hands)
+    assert not stage.facts
+    assert not list(stage.store.depot.folder.iterdir())
     worker.go_on()
     stage.play()
+    assert [type(fact) for fact in stage.facts].count(Asked) == 1
     calm = played(tmp_path / "calm", "", None)
     sent = {hand.tasks[-1].bundles["model"] for each in (stage, calm) for hand in each.hands if hand.tasks[-1]}
     assert len(sent) == 1
@@ -341,6 +342,10 @@ class Slow(Here):
         super().__init__(large_bytes=0)
         self.stored_at = 0.0
         self.begun: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self.begun and super().idle
 
     def start(self, piece: Any, then: Any) -> None:
         self.begun.append((piece, then))

@@ -67,11 +67,11 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
     files = bundle.load(folder).files
     depot = Depot(stage.folder / "other", disk=ReadOnly())
     with pytest.raises(StoreError, match="mounted read-only"):
-        mending.restore(depot, folder, files)
+        mending.restore("j", depot, folder, files)
     ref = next(iter(files.values()))
     flip(folder / "blobs" / ref.sha256)
-    with pytest.raises(JobError, match="is not what it should be"):
-        mending.restore(Depot(stage.folder / "other"), folder, files)
+    with pytest.raises(JobError, match=f"{ref.sha256} is damaged: make the bundle anew"):
+        mending.restore("j", Depot(stage.folder / "other"), folder, files)
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:

@@ -161,13 +161,13 @@ def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator has read the job's row and not yet written that it runs."""
-    load = stage.server._load
+    load = stage.server._opening._load
 
     def stopped(method: str) -> object:
         stage.store.set_status(stage.job, "stopping")
         return load(method)
 
-    monkeypatch.setattr(stage.server, "_load", stopped)
+    monkeypatch.setattr(stage.server._opening, "_load", stopped)
     stage.play()
     assert stage.store.status(stage.job) == "stopped"
 

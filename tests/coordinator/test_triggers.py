@@ -17,7 +17,7 @@ from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row
 from fedquilt.coordinator.triggers import Told, fired
-from fedquilt.coordinator.views import log
+from fedquilt.coordinator.views import log, waits
 from fedquilt.core import JobError
 
 HOUR = 3600.0
@@ -136,7 +136,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
-    assert log.replayed(started, [fact for _, _, fact in stage.store.facts(started.id)]).phase == "done"
+    assert waits.replayed(started, [fact for _, _, fact in stage.store.facts(started.id)]).phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.job(started.id)]  # it pauses, though the drift is there
     stage.restart()
@@ -216,6 +216,6 @@ def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
         noted.heard((name, wire.Telemetry(drift=drift)), 0.0)
     noted.close()
     row = stage.store.job(stage.job)
-    told = log.waits(row, stage.store)
+    told = waits.of(row, stage.store)
     assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
     assert triggers.waits(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from by_hand import Stage, ones
+from by_hand import NETWORK, Stage, ones
 
-from fedquilt import tensors
+from fedquilt import bundle, compression, tensors
 from fedquilt.coordinator import unreadable
 from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
 from fedquilt.coordinator.worker import Here
+from fedquilt.core import Encoding
 from fedquilt.disk import Place, Private
 
 
@@ -21,9 +22,11 @@ class Bad(Private):
 
     def __init__(self, *names: str, left: float = float("inf")) -> None:
         self.names, self.left = set(names), left
+        self.but = Path()  # folder whose files can be read
 
     def _ask(self, path: Place) -> None:
-        if Path(os.fspath(path)).name in self.names and self.left > 0 and self.is_file(path):
+        at = Path(os.fspath(path))
+        if at.name in self.names and self.left > 0 and self.but not in (at.parent, at) and self.is_file(path):
             self.left -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
@@ -196,8 +199,105 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
     assert states[0] == states[1]
 
 
+def apart(stage: Stage) -> str:
+    """Queue another job, with a bundle of its own."""
+    id = stage.add("other")
+    files = {"model": tensors.encode(ones(7.0))}
+    bundle.write(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
+    job = stage.store.job(id).job
+    stage.store.remove([id])
+    return stage.store.add(job, stage.folder / "apart")
+
+
+@pytest.mark.parametrize("what", ["bundle.json", "model"])
+@pytest.mark.parametrize("large", [False, True])
+def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
+    tmp_path: Path, what: str, large: bool
+) -> None:
+    """At the third try; once it lies on another disk, the job can be resumed."""
+    stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None)
+    name = what if what == "bundle.json" else bundle.load(tmp_path / "bundle").files[what].sha256
+    stage.disk = bad = Bad(name)
+    bad.but = tmp_path / "apart"
+    stage.restart()
+    other, a = apart(stage), stage.hand("a")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert (stage.store.status(other), stage.store.status(stage.job)) == ("done", "queued")
+    wait(stage, unreadable.TRIES - 1)
+    assert stage.store.status(stage.job) == "failed"
+    (_, _, ended) = list(stage.store.facts(stage.job))[-1]
+    place = f"move the bundle {tmp_path / 'bundle'} to another disk, then `fedquilt resume {stage.job}`"
+    for said in (f"the bundle of {stage.job} cannot be read", "Input/output error", place):
+        assert said in ended.reason
+    bad.left = 0
+    stage.store.set_status(stage.job, "queued")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    stage.store.close()
+
+
+def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) -> None:
+    """It is read when the job is tried again."""
+    stage = Stage(tmp_path)
+    stage.disk = Bad(bundle.load(tmp_path / "bundle").files["model"].sha256, left=1)
+    stage.restart()
+    a = stage.hand("a")
+    stage.play()
+    assert not a.tasks
+    wait(stage)
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    stage.store.close()
+
+
+@pytest.mark.parametrize("left", [1, float("inf")])
+@pytest.mark.parametrize("large", [False, True])
+def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Path, left: float, large: bool) -> None:
+    """The coordinator has sent it, and makes it again at the third failure; its device is refused nothing."""
+    cohort = {"deadline_s": 1000.0}
+    stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort)
+    other, a = apart(stage), stage.hand("a")
+    stage.store.set_status(other, "stopped")
+    stage.play()
+    (task,) = [task for task in a.tasks if task]
+    base = task.bundles["model"].sha256
+    stage.store.depot.file(base)  # a file of its own
+    stage.disk = bad = Bad(base, left=0)
+    bad.but = tmp_path / "bundle" / "blobs"
+    stage.restart()
+    sent = compression.encode(Encoding(codec="fp16"), ones(), {}, {})[0]
+    stage.play()
+    bad.left = left
+    a.answer(sent, bases={"model": base})
+    stage.play()
+    stage.store.set_status(other, "queued")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert (stage.store.status(other), stage.store.status(stage.job)) == ("done", "queued")
+    for _ in range(1, unreadable.TRIES if left > 1 else 1):
+        wait(stage)
+        a.answer(sent, bases={"model": base})
+        stage.play()
+        assert [fact.update.job for fact in stage.told(Answered)] == [other]
+    assert (tmp_path / "home" / "blobs" / f"{base}.damaged").exists() == (left > 1)
+    bad.left = 0
+    wait(stage)
+    a.answer(sent, bases={"model": base})
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    assert not stage.told(Rejected)
+    stage.store.close()
+
+
 def test_failures_of_different_days_do_not_add_up() -> None:
     waiting, day_s = unreadable.Waiting(), 86_400.0
-    assert not any(waiting.failed("job", "sha", day * day_s) for day in range(2 * unreadable.TRIES))
+    assert all(waiting.failed("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
     again = 3 * day_s * unreadable.TRIES
-    assert [waiting.failed("job", "sha", again + number) for number in range(unreadable.TRIES)] == [False, False, True]
+    tried = [waiting.failed("job", "a state", again + number) for number in range(unreadable.TRIES)]
+    assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]

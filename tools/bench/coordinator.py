@@ -277,7 +277,8 @@ def _opening_s(home: Path, snapshots: bool = True) -> float:
         "begun = time.perf_counter()\n"
         "with Store(Path(sys.argv[1])) as store:\n"
         "    row = store.jobs()[0]\n"
-        "    Running(row, store, 0.0, methods.load(row.job.method))\n"
+        "    job = Running(row, store, 0.0, methods.load(row.job.method))\n"
+        "    job.opened(job.opening()(), 0.0)\n"
         "    print(time.perf_counter() - begun)\n"
     )
     copied = home / "opened"

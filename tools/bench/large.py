@@ -1,8 +1,9 @@
 """`fedquilt bench large`: a round of large updates: memory, disk and pauses of a coordinator.
 
 A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
-own, whose updates have the size of a ResNet-50. A board that takes no part asks for something all the time: how long
-it waits for the answer is how long the coordinator's loop pauses, with the broker's part. Beside it stands the bare
+own, whose updates have the size of a ResNet-50. A board that takes no part asks for something all the time, from before
+the job is submitted: how long it waits for the answer is how long the coordinator's loop pauses, with the broker's
+part. Beside it stands the bare
 fold in the same run: the same bytes are hashed, decoded and folded, in a loop.
 """
 
@@ -84,7 +85,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         told.append(
             f"{name}: at its peak {each['peak_mb']} MB resident ({each['start_mb']} before the round), "
             f"{each['disk_mb']} MB on the disk; longest pause {each['pause_s']} s of "
-            f"{each['answers_to_questions']} looks (at the start {each['start_pause_s']} s)"
+            f"{each['answers_to_questions']} looks ({each['start_pause_s']} s until the round had begun, "
+            f"{each['start_s']} s after the job was submitted)"
         )
         told.append(
             f"{name}: {each['update_s']} s of processor time an update, {each['times_bare']} times the bare fold's "
@@ -126,13 +128,11 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder, processes.processes() as start:
         home = Path(folder)
         bare_s, most_disk_mb = _bare(home, method, model)
-        run = _queued(home, method, count, model)
         port = processes.free_port()
         start([mosquitto, "-c", processes.configured(home, port)])
         url = f"mqtt://127.0.0.1:{port}"
         watch = MqttLink(Broker.parse(url), "bench-watch")
         watch.connect(timeout_s=10.0)
-        watch.subscribe([wire.Topics(FLEET).job(run)])
         for first, size in processes.shares(count):
             boards = start([*processes.BOARDS, url, str(first), str(size)], heard=True)
             assert boards.stdout is not None
@@ -141,9 +141,13 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
         serving = psutil.Process(start([*processes.SERVE, *where]).pid)
         with _watched(url, home / "runs", serving.pid) as watched:
+            if not watched.answered.wait(LIMIT_S):
+                raise LinkError(f"the coordinator has answered nobody within {LIMIT_S:g} s")
+            run, queued_s = _queued(home, method, count, model), time.monotonic()
+            watch.subscribe([wire.Topics(FLEET).job(run)])
             _until(watch, lambda told: bool(told.asked))
             start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
-            watched.longest_s, begun_s, used_s = 0.0, time.monotonic(), processes.used_s([serving])
+            begun_s, used_s = time.monotonic(), processes.used_s([serving])
             _until(watch, lambda told: told.round > 0 and bool(told.asked))
             round_s, used_s = time.monotonic() - begun_s, processes.used_s([serving]) - used_s
             peak_mb = _peak_mb(serving.pid)
@@ -153,6 +157,7 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
         "start_mb": round(start_mb, 1),
         "pause_s": round(watched.longest_s, 3),
         "start_pause_s": round(start_pause_s, 3),
+        "start_s": round(begun_s - queued_s, 1),
         "answers_to_questions": watched.answers,
         "disk_mb": round(watched.disk_bytes / 1e6, 1),
         "most_disk_mb": round(most_disk_mb, 1),
@@ -200,9 +205,22 @@ def _peak_mb(process: int) -> float:
 class _Watched:
     """What has been seen of the coordinator from outside."""
 
-    longest_s = 0.0  # until a question was answered
-    answers = 0
-    disk_bytes = 0  # at the most
+    def __init__(self) -> None:
+        self.answers = 0  # to questions
+        self.answered = threading.Event()  # whether there was one
+        self.asked_s: float | None = None  # when the question was asked that waits for its answer
+        self.disk_bytes = 0  # at the most
+        self._longest_s = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """Longest that a question has waited for its answer, also one that waits still."""
+        asked_s = self.asked_s
+        return max(self._longest_s, 0.0 if asked_s is None or not self.answers else time.monotonic() - asked_s)
+
+    def over(self) -> None:
+        """Note that a question waits no more."""
+        self._longest_s, self.asked_s = self.longest_s, None
 
 
 @contextmanager
@@ -235,14 +253,16 @@ def _ask(url: str, seen: _Watched, stop: threading.Event) -> None:
         sha256 = hashlib.sha256(f"{number}".encode()).hexdigest()
         number += 1
         link.publish(topics.device(name, "up", "blob/get"), wire.encode(wire.Get(sha256=sha256, chunk=CHUNK)))
-        asked_s, answered, waits = time.monotonic(), False, True
+        seen.asked_s = asked_s = time.monotonic()
+        answered, waits = False, True
         while waits and not answered and not stop.is_set():
             link.wait(0.5)
             answered = any(sha256 in message.topic for message in link.receive())
             waits = seen.answers > 0 or time.monotonic() < asked_s + FIRST_S
-        if seen.answers:
-            seen.longest_s = max(seen.longest_s, time.monotonic() - asked_s)
+        seen.over()
         seen.answers += answered
+        if answered:
+            seen.answered.set()
         stop.wait(ASKS_S)
     link.close()
 

@@ -12,7 +12,7 @@ from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Rejected, Rounds, Surveyed
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Row
-from fedquilt.coordinator.views import log, progress, why
+from fedquilt.coordinator.views import log, progress, waits, why
 from fedquilt.core import FedquiltError
 from fedquilt.tools.report import columns, matrix
 
@@ -163,8 +163,11 @@ class Follower:
             "reason": state.reason,
         }
 
-    def running(self) -> dict[str, Any]:
-        """The round under way: who works, who has answered, who was not asked and why, what it waits for."""
+    def running(self, hold: str | None = None) -> dict[str, Any]:
+        """The round under way: who works, who has answered, who was not asked and why, what it waits for.
+
+        `hold`: what the coordinator holds the run for; None: it does not.
+        """
         state = self.state
         parts = self.parts.get(state.round, {})
         return {
@@ -175,7 +178,7 @@ class Follower:
             "answered": len(state.answered),
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": counts(parts, running=True),
-            "waits": self.waits(),
+            "waits": hold or self.waits(),
         }
 
     def waits(self) -> str | None:
@@ -188,7 +191,7 @@ class Follower:
         except FedquiltError:  # a method of a package that is not installed here
             engines = (f"what {job.method} needs",)
         able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
-        return log.waiting(state, engines, able)
+        return waits.waiting(state, engines, able)
 
     def of_device(self, device: str) -> list[dict[str, Any]]:
         """The rounds that are held, the latest first: the device's part in each, and where its time went."""

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -158,7 +159,8 @@ async def runs(watch: Watch, query: Query) -> dict[str, Any]:
         head |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
         head |= await watch.summary(row)
         if row.status not in ENDED and "done" in head:
-            head["now"] = await watch.aside((await watch.follower(row.id)).running)
+            running = (await watch.follower(row.id)).running
+            head["now"] = await watch.aside(partial(running, listed.holds.get(row.id)))
         told.append(head)
     return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
 
@@ -177,7 +179,7 @@ async def run(watch: Watch, id: str) -> dict[str, Any]:
     def told() -> dict[str, Any]:
         return {
             **found.summary(),
-            "now": found.running() if row.status not in ENDED else None,
+            "now": found.running(listed.holds.get(id)) if row.status not in ENDED else None,
             "table": found.rounds(),
             "first": found.first,
             "last": found.last,

@@ -48,6 +48,7 @@ class Runs(NamedTuple):
     rows: list[Row | Unreadable]
     standing: Mapping[str, str]  # run -> its status, and whether somebody works on it
     served: bool
+    holds: Mapping[str, str]  # run that the coordinator holds -> what it waits for, as a sentence's end
 
 
 class Fleet(NamedTuple):
@@ -217,7 +218,8 @@ class Watch:
         reader = self._read()
         rows = reader.all_jobs()
         standing = {row.id: reader.standing(row) if isinstance(row, Row) else row.status for row in rows}
-        return Runs(rows, standing, self._is_served())
+        holds = {run: str(reader.holds.of(run)) for run, status in standing.items() if status == "held"}
+        return Runs(rows, standing, self._is_served(), holds)
 
     def rollouts(self) -> RolloutLog:
         """The home's rollouts, to be read `aside`."""

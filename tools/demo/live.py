@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from fedquilt import columns, progress
 from fedquilt.coordinator.facts import Answered, AnyFact
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.transport.link import Link
 
@@ -30,7 +30,7 @@ class Live(Console):
         self._joules = 0.0
         self._part = ("", 0, 0)
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Count joules."""
         if isinstance(fact, Answered):
             self._joules += fact.update.usage.energy_j or 0.0

@@ -27,7 +27,7 @@ from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, WithoutReleases
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.shown import Shown
 from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.task.protocol import Order, Outcome
@@ -230,7 +230,7 @@ class SimulatedFleet(WithoutReleases):
     def renew(self, epoch: int) -> None:
         """Do nothing: these devices know of no epochs."""
 
-    def tell(self, job: Running) -> None:
+    def tell(self, job: Shown) -> None:
         """Do nothing: nobody observes."""
 
     def close(self) -> None:

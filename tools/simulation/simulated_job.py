@@ -20,6 +20,7 @@ from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.preflight import needs
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, Device, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
@@ -301,9 +302,10 @@ class Simulation:
         """Plug-ins of a simulated device: those of this process, as they share their code."""
         return events.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins, labels=labels)
 
-    def _observe(self, job: Running, fact: AnyFact) -> None:
-        self.running = job
-        self._heard(job, fact)
+    def _observe(self, job: Shown, fact: AnyFact) -> None:
+        if isinstance(job, Running):  # it has not failed before it was taken up
+            self.running = job
+            self._heard(job, fact)
         if isinstance(fact, Asked) and self._ahead is not None:
             self._ahead.coming(len(fact.devices))
         if isinstance(fact, Asked | Answered | Committed):

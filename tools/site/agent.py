@@ -12,8 +12,8 @@ import msgspec
 
 from fedquilt import wire
 from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings, load
@@ -55,7 +55,7 @@ class SiteAgent:
         """Go on with the site's coordinator, whose observer is `observe`."""
         self.server = self._worker.server = server
 
-    def observe(self, job: Running, fact: AnyFact) -> None:
+    def observe(self, job: Shown, fact: AnyFact) -> None:
         """Take note of a fact of the site's coordinator."""
         self._worker.observe(job, fact)
 

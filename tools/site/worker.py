@@ -22,10 +22,10 @@ import numpy as np
 
 from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import facts, passed, rounds, settings, sites
-from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.core import (
     BlobRef,
@@ -200,7 +200,7 @@ class SiteWorker:
     def close(self) -> None:
         """Leave the round as it is in the log: it goes on at the next start."""
 
-    def observe(self, job: Running, fact: facts.AnyFact) -> None:
+    def observe(self, job: Shown, fact: facts.AnyFact) -> None:
         """Take note of what happens to the round; one that is committed is followed by none until the next order."""
         if isinstance(fact, facts.Committed):
             self._stop(job.id)

@@ -23,7 +23,7 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.coordinator.views import log
+from fedquilt.coordinator.views import log, waits
 from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Console, Contact, Waiting
 from fedquilt.core import BlobRef, Update, Usage
 
@@ -104,7 +104,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
     """How many are there, of which kind, and how many it takes."""
     state = begun(Cohort(size=3, min_devices=3))
-    assert log.waiting(state, ["torch", "numpy"], ["a"]) == (
+    assert waits.waiting(state, ["torch", "numpy"], ["a"]) == (
         "devices that run torch or numpy: 1 online, at least 3 needed"
     )
 
@@ -112,10 +112,10 @@ def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     """Everybody has answered who could, and it is not enough before the deadline."""
     state = apply(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
-    assert log.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
+    assert waits.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply(state, answer(device), 2.0)
-    assert log.waiting(state, ["torch"], ["a", "b"]) == (
+    assert waits.waiting(state, ["torch"], ["a", "b"]) == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3"
     )
 
@@ -124,10 +124,10 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     """Of many the first few."""
     names = tuple("abcdefg")
     state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
-    assert log.waiting(state, ["torch"], []) == "a, b, c, d, e and 2 more: offline"
-    waits = log.waiting(state, ["torch"], ["f"], frozenset("efg"))
-    assert waits == "a, b, c, d: offline; e, f, g: at other jobs' tasks"
-    assert log.waiting(state, ["torch"], ["d", "f"], frozenset("efg")) is None
+    assert waits.waiting(state, ["torch"], []) == "a, b, c, d, e and 2 more: offline"
+    told = waits.waiting(state, ["torch"], ["f"], frozenset("efg"))
+    assert told == "a, b, c, d: offline; e, f, g: at other jobs' tasks"
+    assert waits.waiting(state, ["torch"], ["d", "f"], frozenset("efg")) is None
 
 
 @pytest.mark.parametrize("finished", [True, False])

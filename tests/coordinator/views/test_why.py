@@ -9,6 +9,8 @@ import pytest
 from job_facts import BLOB, update
 
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.boards import Board, Doing
+from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -29,7 +31,7 @@ from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.rounds import decide, survey
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import log, why
+from fedquilt.coordinator.views import log, waits, why
 from fedquilt.core import JobError
 
 PLAN = Plan(0, 100, Cohort(size=2), 0)
@@ -248,6 +250,32 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) ->
         store.set_status(id, "running")
         for fact in (Started(BLOB), Surveyed(0, (), {"flooding": ("a", "b")}, {})):
             store.append(id, fact)
-        said = log.waits(store.job(id), store)
+        said = waits.of(store.job(id), store)
     assert said is not None
     assert "2 online, 2 not eligible (flooding)" in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (("waiting", "working", "asked"), "others are read, and more do not fit"),
+        (("waiting", "sending", "waiting"), "1 other is being sent or read, and more do not fit"),
+        (("waiting", "sending", "sending"), "2 others are being sent or read, and more do not fit"),
+    ],
+)
+def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
+    tmp_path: Path, steps: tuple[str, ...], said: str
+) -> None:
+    """Where nobody sends, those that have come are read still."""
+    with Store(tmp_path) as store, BoardStore(tmp_path, writes=True) as noted:
+        id = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        assert store.lock()
+        store.set_status(id, "running")
+        for fact in (Started(BLOB), Surveyed(0, ("a", "b", "c"), {}, {}), Asked(0, 0, ("a", "b", "c"))):
+            store.append(id, fact)
+        doing = {device: Doing(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}  # type: ignore[arg-type]
+        noted.write([Board(device, online=True, doing=each) for device, each in doing.items()], [])
+        parts = why.of(store, id).found[0]
+    waiting = [device for device, step in zip("abc", steps, strict=True) if step == "waiting"]
+    assert [device for device in "abc" if said in parts[device].text] == waiting
+    assert {parts[device].text for device in set("abc") - set(waiting)} <= {"selected"}

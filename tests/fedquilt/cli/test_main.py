@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import opened
 
-from fedquilt import bundle, config, methods, tensors
+from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started, Surveyed
@@ -242,15 +243,11 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
     import os
     import threading
 
-    from fedquilt.coordinator.job import Running
-    from fedquilt.coordinator.store import Row
-
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with Store(tmp_path / "runs") as store:
         run = store.add(settings.load(job), job.with_name("job.bundle"))
-        row: Row = store.job(run)
-        Running(row, store, 0.0, methods.load(row.job.method))
+        opened(store, run)
         read: list[bytes] = []
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
         reader.start()
@@ -264,12 +261,10 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
     tmp_path: Path, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And after how many rounds of how many; that of a run that is done says nothing of it."""
-    from fedquilt.coordinator.job import Running
-
     words = ["--home", str(tmp_path / "runs"), "--out", str(tmp_path / "w.safetensors")]
     with Store(tmp_path / "runs") as store:
         run = store.add(settings.load(job), job.with_name("job.bundle"))
-        state = Running(store.job(run), store, 0.0, methods.load("fedavg")).rounds.state
+        state = opened(store, run).rounds.state
         assert state is not None
         store.append(run, Committed(0, state, False, {}))
         store.set_status(run, "stopped")

@@ -117,7 +117,7 @@ export function page(place, { name, again, ask, session, say }) {
   }
 
   function steer({ origin, status: stands }) {
-    acts.offer({ approve: stands === "waiting for approval", stop: ["armed", "waiting for approval", "queued", "running", "waiting"].includes(stands), resume: ["stopped", "failed", "interrupted"].includes(stands) && origin === "run" });
+    acts.offer({ approve: stands === "waiting for approval", stop: ["armed", "waiting for approval", "queued", "running", "waiting", "held"].includes(stands), resume: ["stopped", "failed", "interrupted"].includes(stands) && origin === "run" });
   }
 
   return { show, wants: ["runs"], allowed: again, gone: () => { acts.made.hidden = true; live.hidden = true; } };

@@ -1,0 +1,129 @@
+"""Jobs that are taken up: their logs are read, and then, by a worker where it is large, what they go on from.
+
+A job that is being taken up keeps the boards that it has asked from others, and is not at work yet: a device's message
+about it is passed over, as the device repeats it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from fedquilt.coordinator import facts, mending, shown, sites, unreadable
+from fedquilt.coordinator.holds import Hold
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.mending import UnreadableError
+from fedquilt.coordinator.serving import Desk
+from fedquilt.coordinator.states import Opened
+from fedquilt.coordinator.store import Row
+from fedquilt.coordinator.worker import outcome
+from fedquilt.core import FedquiltError, Method, StoreError
+from fedquilt.logs import about
+
+log = logging.getLogger("fedquilt.coordinator")
+
+Serve = Callable[[Sequence[tuple[Row, Running]], float], None]
+Result = Callable[[], Opened]
+
+
+class Opening:
+    """Jobs of one coordinator that are being taken up, or wait for the disk before they are.
+
+    Args:
+        desk: what the jobs at work share.
+        load: finds a method by its name.
+        around: makes of a job's method the one that is run.
+        serve: `serve(jobs, now_s)` is called with those that can go on now.
+
+    Raises, from every method that has `now_s`:
+        StoreError: nothing can be written any more.
+    """
+
+    def __init__(self, desk: Desk, load: Callable[[str], Method], around: sites.Around, serve: Serve) -> None:
+        self._desk, self._load, self._around, self._serve = desk, load, around, serve
+        self.jobs: dict[str, Running] = {}  # by id
+        self._held = unreadable.Waiting()
+
+    def held(self, id: str, now_s: float) -> bool:
+        """Whether a job waits for the disk."""
+        return self._held.waits(id, now_s)
+
+    def begin(self, rows: Sequence[Row], now_s: float) -> None:
+        """Take up jobs in the state of their facts: those that are small together, as they have boards already."""
+        found = []
+        for row in rows:
+            try:
+                job = self._running(row, now_s)
+            except Exception as error:
+                self._failed(row, error, now_s)
+                continue
+            self.jobs[row.id] = job
+            for device in sorted(job.rounds.asked):
+                self._desk.loans.lend(device, row.id, now_s)
+            if job.opens_large:
+                self._desk.worker.start(job.opening(), partial(self._opened_one, row))
+            else:
+                found.append(row)
+        self._opened([(row, outcome(self.jobs[row.id].opening())) for row in found], now_s)
+
+    def _running(self, row: Row, now_s: float) -> Running:
+        files = mending.bundle_of(row.id, row.bundle, self._desk.store.depot).files
+        method = self._around(self._load(row.job.method), row.job, files)
+        return Running(row, self._desk.store, now_s, method, self._desk.worker.large_bytes)
+
+    def _opened_one(self, row: Row, result: Result, now_s: float) -> None:
+        self._opened([(row, result)], now_s)
+
+    def _opened(self, found: Sequence[tuple[Row, Result]], now_s: float) -> None:
+        """Let the jobs go on whose states are here, all before any of them does."""
+        ready, left = [], set[str]()
+        for row, result in found:
+            job, loans = self.jobs.pop(row.id), self._desk.loans
+            boards = set(loans.lent(row.id))
+            loans.forget(row.id, now_s)
+            try:
+                if job.opened(result(), now_s):
+                    ready.append((row, job))
+                else:  # another job had the same blob, and has dropped it meanwhile
+                    self.begin([row], now_s)
+            except Exception as error:  # one job that cannot run does not keep the others from running
+                self._failed(row, error, now_s)
+                left |= boards
+        if ready:
+            self._serve(ready, now_s)
+        for device in sorted(left):
+            self._desk.available(device, now_s)
+
+    # -- jobs that do not go on --
+
+    def _failed(self, row: Row, error: Exception, now_s: float) -> None:
+        if isinstance(error, UnreadableError):
+            return self.put_off(row, error, now_s)
+        if isinstance(error, StoreError):
+            raise error
+        ended = facts.failed(error)
+        log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
+        return self._end(row, ended)
+
+    def _end(self, job: Row | Running, fact: facts.Ended) -> None:
+        """End a job that is not at work, and publish that as of any other."""
+        over = shown.ended(self._desk.store, job, fact)
+        if over.rounds.phase == fact.status:
+            self._desk.observe(over, fact)
+        self._desk.news[job.id] = over
+
+    def put_off(self, job: Row | Running, error: UnreadableError, now_s: float) -> None:
+        """Take a job up again a little later, as the disk has failed; or give up what it did not give back."""
+        ids = about(run=job.id)
+        if (tried := self._held.failed(job.id, error.what, now_s)) is not None:
+            log.error("%s; %s is taken up again in %g s", error, job.id, unreadable.AGAIN_S, extra=ids)
+            ahead_s = time.time() - now_s  # the wall clock is for people
+            self._desk.store.holds.note(job.id, Hold(tried.since_s + ahead_s, tried.again_s + ahead_s, str(error)))
+        elif error.again:
+            log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
+            self._desk.store.depot.damaged(error.again)
+        else:
+            log.error("%s cannot go on: %s; %s", job.id, error, mend := error.mend(job.id), extra=ids)
+            self._end(job, facts.Ended("failed", f"{error}; {mend}"))

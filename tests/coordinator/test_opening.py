@@ -1,0 +1,216 @@
+"""Jobs that are taken up: by the worker where they are large, beside the others, and announced if they cannot go on."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from by_hand import MODEL, NETWORK, TABLE, Stage, ones
+
+from fedquilt import bundle, tensors, wire
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started
+from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Here
+
+SMALL_BYTES = 2048  # bundles of more are for the worker
+
+
+class Slow(Here):
+    """A worker that carries out a piece when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(large_bytes=SMALL_BYTES)
+        self.begun: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self.begun and super().idle
+
+    def start(self, piece: Any, then: Any) -> None:
+        self.begun.append((piece, then))
+
+    def go_on(self) -> None:
+        while self.begun:
+            super().start(*self.begun.popleft())
+
+
+def large(stage: Stage, name: str = "large", **table: Any) -> str:
+    """Queue a job whose bundle is for the worker, as it has a file besides its model."""
+    folder = stage.folder / f"{name}.bundle"
+    files = {"model": tensors.encode(MODEL), "more": tensors.encode({"x": np.zeros(SMALL_BYTES, np.float32)})}
+    bundle.write(folder, {"network": NETWORK, "flops": 8}, files)
+    stage.all, stage.server._only = True, None
+    return stage.store.add(settings.parse({**TABLE, "name": name, **table}), folder)
+
+
+def facts(stage: Stage, id: str) -> list[AnyFact]:
+    return [fact for _, _, fact in stage.store.facts(id)]
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
+    """Rounds are asked and committed meanwhile, and its log has nothing of it."""
+    worker = Slow()
+    stage = Stage(tmp_path, Limits(), worker)
+    id = large(stage)
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    assert (facts(stage, id), len(worker.begun)) == ([], 1)
+    worker.go_on()
+    stage.play()
+    assert [type(fact) for fact in facts(stage, id)][:1] == [Started]
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(id) == "done"
+    stage.store.close()
+
+
+def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blob is on the disk and no fact names it."""
+    append = Store.append
+
+    def dies(store: Store, id: str, fact: AnyFact) -> None:
+        if isinstance(fact, Started):
+            raise Killed
+        append(store, id, fact)
+
+    found = []
+    for name in ("calm", "killed"):
+        worker = Slow()
+        stage = Stage(tmp_path / name, Limits(running=1), worker)
+        stage.store.set_status(stage.job, "done")
+        id, a = large(stage), stage.hand("a")
+        stage.play()
+        worker.go_on()
+        if name == "killed":
+            monkeypatch.setattr(Store, "append", dies)
+            with pytest.raises(Killed):
+                stage.play()
+            monkeypatch.setattr(Store, "append", append)
+            stage.worker = worker = Slow()
+            stage.restart()
+            stage.play()
+            worker.go_on()
+        stage.play()
+        a.answer(ones(3.0))
+        stage.play()
+        worker.go_on()
+        stage.play()
+        found.append([fact.state for fact in facts(stage, id) if isinstance(fact, Started | Committed)])
+        stage.store.close()
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
+def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path: Path) -> None:
+    """Another job finds them taken, and what they say of their task meanwhile takes it from nobody."""
+    worker = Slow()
+    stage = Stage(tmp_path, Limits(), worker)
+    stage.store.set_status(stage.job, "done")
+    id, a = large(stage, cohort={"deadline_s": 1000.0}), stage.hand("a")
+    stage.play()
+    worker.go_on()
+    stage.play()
+    (task,) = [task for task in a.tasks if task]
+    stage.restart()
+    other = stage.add("other")
+    stage.play()
+    a.say("claim", wire.Claim(job=id, round=0, attempt=0, accepted=True))
+    stage.play()
+    assert worker.begun
+    assert not [fact for fact in facts(stage, other) if isinstance(fact, Asked)]
+    worker.go_on()
+    stage.play()
+    assert all(a.tasks)
+    assert a.tasks[-1] is not None
+    assert (a.tasks[-1].job, a.tasks[-1].round, a.tasks[-1].epoch > task.epoch) == (id, 0, True)
+    a.answer(ones())
+    stage.play()
+    assert [type(fact) for fact in facts(stage, other)].count(Asked) == 1
+    stage.store.close()
+
+
+def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -> None:
+    """At the coordinator's next look, as any job at work."""
+    worker = Slow()
+    stage = Stage(tmp_path, worker=worker)
+    stage.store.set_status(stage.job, "done")
+    id = large(stage)
+    stage.hand("a")
+    stage.play()
+    stage.store.set_status(id, "stopping")
+    stage.play()
+    assert stage.store.status(id) == "stopping"
+    worker.go_on()
+    stage.play()
+    assert stage.store.status(id) == "stopped"
+    assert facts(stage, id)[-1] == Ended("stopped", "by request")
+    stage.store.close()
+
+
+def test_a_first_state_that_another_job_has_dropped_meanwhile_is_made_again(tmp_path: Path) -> None:
+    """Two jobs with one bundle begin with the same state, which goes when the first of them needs it no more."""
+    worker = Slow()
+    stage = Stage(tmp_path, worker=worker)
+    stage.store.set_status(stage.job, "done")
+    id, a = large(stage), stage.hand("a")
+    stage.play()
+    worker.go_on()
+    for path in stage.store.depot.folder.iterdir():
+        path.unlink()
+    stage.play()
+    assert (facts(stage, id), len(worker.begun)) == ([], 1)
+    worker.go_on()
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(id) == "done"
+    stage.store.close()
+
+
+@pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])
+def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path: Path, why: str) -> None:
+    """Who watches it over the broker learns how it ended; and nothing of it is kept there."""
+    stage = Stage(tmp_path, **({"engine": "numpy"} if why == "engine" else {}))
+    if why == "bundle":
+        shutil.rmtree(tmp_path / "bundle")
+    elif why == "engine":
+        network = {**NETWORK, "name": "resnet"}
+        bundle.write(tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode(MODEL)})
+    elif why == "method":
+        stage.server._opening._load = lambda name: {}[name]  # type: ignore[index]
+    else:
+        stage.store.set_status(stage.job, "stopping")
+    watcher, topic = stage.broker.connect(), wire.Topics("f").job(stage.job)
+    watcher.subscribe([topic])
+    stage.play()
+    told, cleared = watcher.receive()
+    said = wire.decode(told.payload, wire.RoundState)
+    status, reason = {
+        "bundle": ("failed", "make it with `fedquilt prepare`"),
+        "engine": ("failed", "leave the line out"),
+        "method": ("failed", "KeyError: 'fedavg'"),
+        "stopped": ("stopped", "by request"),
+    }[why]
+    assert (said.job, said.phase, said.rounds, cleared.payload) == (stage.job, status, 1, b"")
+    assert reason in said.note
+    assert [fact.status for fact in stage.told(Ended)] == ([] if why == "stopped" else [status])
+    late = stage.broker.connect()
+    late.subscribe([topic])
+    stage.play()
+    assert list(late.receive()) == []
+    stage.store.close()

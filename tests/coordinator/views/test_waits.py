@@ -1,0 +1,154 @@
+"""What a run waits for: the disk, or boards that other runs have."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+from by_hand import Stage, ones
+from side_by_side import TwoJobs
+
+from fedquilt import bundle
+from fedquilt.cli import main
+from fedquilt.coordinator import unreadable
+from fedquilt.coordinator.facts import Asked, Declined, Ended, Rounds, Started, Surveyed, apply
+from fedquilt.coordinator.plan import Plan
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.coordinator.store_reader import Reader
+from fedquilt.coordinator.views import log, terminal, waits
+from fedquilt.core import BlobRef
+from fedquilt.disk import Place, Private
+from fedquilt.tools.dash.follow import Follower
+
+REF = BlobRef(sha256="0" * 64, size=1)
+
+
+class Fails(Private):
+    """A disk that does not give back files of one name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def digest(self, path: Place) -> str:
+        if Path(os.fspath(path)).name == self.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return super().digest(path)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Stage:
+    """A served job whose bundle the disk has not given back."""
+    stage = Stage(tmp_path)
+    stage.disk = Fails(bundle.load(tmp_path / "bundle").files["model"].sha256)
+    stage.restart()
+    assert stage.store.lock()
+    stage.hand("a")
+    stage.play()
+    return stage
+
+
+def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried_again(
+    held: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In `ls`, in `why` and on the dashboard; and no more once it has gone on."""
+    home = str(held.store.home)
+    for words in (["ls"], ["why", held.job]):
+        assert main([*words, "--home", home]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"{held.job} waits for the disk since {time.strftime('%Y-%m-%d')}" in told
+        assert "and is tried again at" in told
+        assert f"the bundle of {held.job} cannot be read" in told
+        assert ("held fedavg" in told) == (words == ["ls"])
+    hold = held.store.holds.of(held.job)
+    assert hold is not None
+    assert 0 < hold.again - hold.since <= unreadable.AGAIN_S
+    assert hold.since - 10 < time.time() < hold.again + 10
+    with Reader(held.store.home) as reader:
+        row = reader.job(held.job)
+        assert reader.standing(row) == "held"
+        assert Follower(row).running(str(reader.holds.of(row.id)))["waits"] == str(hold)
+    held.store.depot.disk.name = ""  # type: ignore[attr-defined]
+    held.play(unreadable.AGAIN_S + 1.0)
+    assert log.summary(held.store.job(held.job), held.store)["status"] == "running"
+    assert waits.of(held.store.job(held.job), held.store) is None
+    held.hands[0].answer(ones())
+    held.play()
+    assert held.store.status(held.job) == "done"
+    held.store.close()
+
+
+def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
+    """It is tried again later than before; at the third failure the job has failed, and is held no more."""
+    first = held.store.holds.of(held.job)
+    held.play(unreadable.AGAIN_S + 1.0)
+    second = held.store.holds.of(held.job)
+    assert first is not None
+    assert second is not None
+    waits_s = [each.again - each.since for each in (first, second)]
+    assert waits_s == pytest.approx([unreadable.AGAIN_S, 2 * unreadable.AGAIN_S], abs=2)
+    held.play(unreadable.AGAIN_S + 1.0)
+    assert [fact.status for fact in held.told(Ended)] == ["failed"]
+    assert log.summary(held.store.job(held.job), held.store)["status"] == "failed"
+    held.store.close()
+
+
+def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
+    """Nor by nobody, where none is here; and a run that is removed leaves nothing behind."""
+    held.restart()
+    assert held.store.holds.of(held.job) is None
+    assert held.store.lock()
+    held.play()
+    assert held.store.standing(held.store.job(held.job)) == "held"
+    held.store.remove([held.job])
+    assert held.store.holds.of(held.job) is None
+    held.store.close()
+
+
+# -- boards that other runs have ----------------------------------------------------------------------------------
+
+
+def begun(cohort: Cohort) -> Rounds:
+    return apply(Rounds(Plan(0, 2, cohort, 0)), Started(REF), 0.0)
+
+
+def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with() -> None:
+    """Where there would still be too few, or one that would do cannot be asked, more boards are what it lacks."""
+    state, busy = begun(Cohort(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
+    told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
+    assert waits.taken(state, "abc", busy) == told
+    assert waits.taken(state, "abcd", busy) == told
+    assert waits.taken(state, "a", busy) is None
+    assert waits.taken(state, "ab", {}) is None
+    hot = apply(state, Surveyed(0, ("a",), {"hot": ("b", "c")}), 0.0)
+    assert waits.taken(hot, "abc", busy) is None
+
+
+def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> None:
+    """One that is offline is another reason, and one that has declined is no board to wait for."""
+    state = apply(begun(Cohort()), Asked(0, 0, ("a", "b")), 1.0)
+    assert (
+        waits.taken(state, "ab", dict.fromkeys("ab", "k-1")) == "it goes on when they are free: a, b at a task of k-1"
+    )
+    assert waits.taken(state, "b", {"b": "k-1"}) is None
+    for device in "ab":
+        state = apply(state, Declined(0, device, "battery", "low"), 2.0)
+    assert waits.taken(state, "ab", dict.fromkeys("ab", "k-1")) is None
+
+
+def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
+    two_jobs: TwoJobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until they are free, it says which job has them."""
+    stage, first, second, a, b = two_jobs
+    stage.play()
+    now_s = iter([0.0, *[stage.broker.now_s + after_s for after_s in (0.0, 6.0, 6.0)]])
+    console = terminal.Console(named=True, clock=lambda: next(now_s))
+    console.wait(stage.server)
+    console.wait(stage.server)
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
+    assert f"it goes on when they are free: {a.name}, {b.name} at a task of {first}" in told
+    assert "start more" not in told

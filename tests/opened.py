@@ -1,0 +1,16 @@
+"""A job of a store that is taken up, outside a coordinator."""
+
+from __future__ import annotations
+
+from fedquilt import methods
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Method
+
+
+def opened(store: Store, run: str, method: Method | None = None) -> Running:
+    """The job, with its state; `method`: None: the one that it names."""
+    row = store.job(run)
+    job = Running(row, store, 0.0, method or methods.load(row.job.method))
+    assert job.opened(job.opening()(), 0.0)
+    return job
