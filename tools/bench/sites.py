@@ -62,7 +62,8 @@ def measure(
         sites: number of sites.
         agents: number of boards of each.
         rounds: of each job.
-        methods: whose jobs are run; light boards send a model, so only methods that take one.
+        methods: whose jobs are run: those that take a model, and fedstitch.
+        features: of FedStitch's donors together; with others than the small graph's, they are joined and not stitched.
 
     Raises:
         LinkError: the process of the coordinator above has ended.
