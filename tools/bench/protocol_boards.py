@@ -318,6 +318,7 @@ class Board:
             return
         made = self.crowd.answer(task, self.number)
         self._sends = {blob.ref.sha256: blob for blob in made.bundles.values()}
+        up_bytes = sum(blob.ref.size for blob in self._sends.values())
         self._update = Update(
             job=task.job,
             round=task.round,
@@ -326,9 +327,7 @@ class Board:
             weight=made.weight,
             bundles={name: blob.ref for name, blob in made.bundles.items()},
             metrics=made.metrics,
-            usage=Usage(
-                wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=sum(blob.ref.size for blob in self._sends.values())
-            ),
+            usage=Usage(wall_s=0.1, cpu_s=0.1, examples=max(EXAMPLES, int(made.weight)), up_bytes=up_bytes),
             layouts={name: blob.layout for name, blob in made.bundles.items()},
             state=task.state,
             epoch=task.epoch,
