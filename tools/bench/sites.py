@@ -9,6 +9,7 @@ with those of the method's own functions for all boards, in the order of their n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def _run(
         above = Above(link, home / "above", run)
         stack.callback(above.close)
         seats: list[tuple[MemoryLink, Endpoint]] = [(link, above)]
-        made, boards = [], {}
+        made, numbers = [], dict[str, int]()
         for number in range(sites):
             name = f"site-{number:02d}"
             store = stack.enter_context(Store(home / name, durable=False))
@@ -258,7 +259,7 @@ def _run(
             made.append(VirtualSite(broker, store, sites_root.FLEET, name))
             seats += made[-1].seats()
             crowd = _Crowd(broker, name, number * agents, agents, work_s)
-            boards[name] = [(board.device, board.number) for board in crowd.boards]
+            numbers |= {board.device: board.number for board in crowd.boards}
             seats += [(board.link, board) for board in crowd.seats]
         if work_s:
             simulate(broker, lambda: seats, lambda: above.committed >= 2)
@@ -272,7 +273,7 @@ def _run(
         above.close()
         with Store(home / "above") as store:
             facts = [fact for _, _, fact in store.facts(run)]
-            equal, states, answers = _compared(store, method, facts, boards)
+            equal, states, answers = _compared(store, method, facts, numbers)
     return {
         "boards": sites * agents,
         "states": states,
@@ -305,7 +306,7 @@ def _queued(home: Path, method: str, sites: int, rounds: int, features: int) -> 
 
 
 def _compared(
-    store: Store, method: str, facts: Sequence[AnyFact], boards: Mapping[str, Sequence[tuple[str, int]]]
+    store: Store, method: str, facts: Sequence[AnyFact], numbers: Mapping[str, int]
 ) -> tuple[int, int, list[int]]:
     """How many states are those of the method's own functions, how many there are, and answers of each round."""
     plain, equal, answers = known.load(method), 0, []
@@ -313,10 +314,12 @@ def _compared(
     state: Any = first_state(row.job, bundle.load(row.bundle), plain)
     states = [fact.state for fact in facts if isinstance(fact, Committed)]
     for round, ref in enumerate(states):
-        there = [fact.update.device for fact in facts if isinstance(fact, Answered) and fact.round == round]
+        there = [fact.update.boards for fact in facts if isinstance(fact, Answered) and fact.round == round]
         answers.append(len(there))
         total = None
-        for given in _flat(plain, method, state, round, sorted(each for site in there for each in boards[site])):
+        for given in _flat(
+            plain, method, state, round, [(board, numbers[board]) for board in sorted({*itertools.chain(*there)})]
+        ):
             total = plain.fold(state, total, given)
         packed = tensors.pack(plain.step(state, total))
         equal += hashlib.sha256(packed).hexdigest() == ref.sha256
