@@ -23,6 +23,7 @@ from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
+from fedquilt.coordinator.rounds import taken_up
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.summing import Summing
 from fedquilt.core import (
@@ -50,13 +51,17 @@ HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to
 class Running:
     """One job of the store, at the point its facts have reached. States and sums of `large_bytes` stay on the disk.
 
+    The running attempt has its whole deadline, or, if time goes by the store's clock, what is left (`rounds.taken_up`).
+
     Raises:
         JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
         UnreadableError: the disk fails where the state is read.
         StoreError: the store cannot be read or written.
     """
 
-    def __init__(self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf) -> None:
+    def __init__(
+        self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf, by_wall: bool = False
+    ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle, self._bundle_at = bundle.load(row.bundle), row.bundle
@@ -78,8 +83,10 @@ class Running:
         self._update_bytes: int  # of one, as far as the method tells
         self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
-        for _, _, fact in store.facts(self.id, after):
-            self._note(fact, apply(self.rounds, fact, now_s))
+        wall_s = store.depot.disk.wall_s()
+        for _, at, fact in store.facts(self.id, after):
+            self._note(fact, apply(self.rounds, fact, now_s - (wall_s - at) * by_wall))
+        self.rounds = self.standing.rounds = taken_up(self.rounds, now_s)
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         assert self.rounds.state is not None
@@ -227,7 +234,7 @@ class Running:
         ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
         limit_s = plausible.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
-        work, take = "work" in self.rounds.actions, self._taking(update, profile, large)
+        work, take = "work" in self.rounds.actions, self.taking(update, profile, large=large)
 
         def examined() -> Examined:
             odd = ""
@@ -248,8 +255,8 @@ class Running:
 
         return examined
 
-    def _taking(self, update: Update, profile: Profile | None, large: bool) -> Callable[[Update], Update]:
-        """Function that returns an update, or what is believed of it, as it is stored: see `Summing`."""
+    def taking(self, update: Update, profile: Profile | None, *, large: bool = False) -> Callable[[Update], Update]:
+        """Function that returns an update, or what is believed of it, as it is stored; errors as of `Summing.taken`."""
         rounds, summing, work = self.rounds, self._summing, "work" in self.rounds.actions
         base = self._base(update, profile)
 
@@ -260,14 +267,6 @@ class Running:
             return summing.examined(believed, base) if large else summing.taken(believed, rounds, base)
 
         return take
-
-    def taken(self, update: Update, profile: Profile | None) -> Update:
-        """The update as it is stored: with a codec, its tensors are decoded here and nowhere else.
-
-        Raises:
-            UpdateError: it cannot be folded into the running round, or is no output of the codec.
-        """
-        return self._taking(update, profile, large=False)(update)
 
     @property
     def sums(self) -> Summing:

@@ -62,7 +62,7 @@ class Federation:
     def _serve(self) -> None:
         link = self.broker.connect()
         executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
-        self.server = Server(executor, self.store, self._observe, only=self.run)
+        self.server = Server(executor, self.store, self._observe, only=self.run, by_wall=True)
         self.seats.insert(0, (link, self.server))
 
     def copy(self) -> Path:

@@ -65,7 +65,7 @@ class VirtualSite:
             agent.observe(job, fact)
 
         executor = OverLink(self.down, name, store.depot, store.next_epoch())
-        agent.serves(Server(executor, store, noted, around=sites.below))
+        agent.serves(Server(executor, store, noted, around=sites.below, by_wall=True))
 
     def seats(self) -> list[tuple[MemoryLink, Endpoint]]:
         """Its coordinator and its agent, as `simulate` takes them."""
