@@ -146,6 +146,8 @@ class Beside:
 
     def examine(self, device: str, update: Update, profile: Profile | None, now_s: float) -> None:
         """Read an update whose blobs are here, and let count what it holds."""
+        if size_of(update) >= self._worker.large_bytes:  # as a site's sum may be, whose boards' updates are small
+            self._served.job.sums.large = True
         large = self._large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
             return

@@ -19,7 +19,7 @@ from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.encoding import Done, Encoded
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds, Started, apply
-from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
@@ -80,7 +80,6 @@ class Running:
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: manifest.Manifests | None  # what its updates may hold
         self._summing: Summing
-        self._update_bytes: int  # of one, as far as the method tells
         self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
         wall_s = store.depot.disk.wall_s()
@@ -212,8 +211,7 @@ class Running:
     @property
     def large(self) -> bool:
         """Whether the running round's updates or states are for a worker, or a sum of it is stored."""
-        state_bytes = self.rounds.state.size if self.rounds.state else 0
-        return max(state_bytes, self._update_bytes) >= self._large_bytes or self.rounds.folded is not None
+        return self._summing.large
 
     def examining(
         self, device: str, update: Update, profile: Profile | None, now_s: float, *, large: bool
@@ -353,8 +351,13 @@ class Running:
         self._alike = tasks.Common(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
         known = expected(self._half.fold, self.state)
-        self._update_bytes = tensors.total_bytes(known.bundles.values()) if known else 0
-        self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=self.large)
+        sizes = [
+            tensors.total_bytes(known.bundles.values()) if known else 0,
+            *map(size_of, self.rounds.answered.values()),
+        ]
+        sizes.append(self.rounds.state.size if self.rounds.state else 0)
+        large = max(sizes) >= self._large_bytes or self.rounds.folded is not None
+        self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=large)
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))

@@ -9,15 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, Amount, Contribution, Label, Metrics, Name, Tensors, UpdateError
+from fedquilt import exact, tensors
+from fedquilt.core import (
+    UNDECODABLE,
+    Amount,
+    Contribution,
+    Label,
+    Metrics,
+    Name,
+    StoreError,
+    Tensors,
+    UpdateError,
+    shapes,
+)
 
 OURS: Final = "site."  # before the names of a site's bundles
-SUM: Final = "site.sum"  # bundle with an accumulator
+SUM: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
+FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.tensors.parts`
 TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `Part`
 BUNDLE_BYTES: Final = 32 << 20  # of tensors in one bundle of updates; the last update in it may be beyond
 BUNDLE_TENSORS: Final = 8000  # likewise
@@ -40,6 +53,30 @@ def of_site(bundles: Collection[str]) -> bool:
 def table(parts: Sequence[Part]) -> np.ndarray:
     """Boards as a tensor, uint8 (n,)."""
     return np.frombuffer(msgspec.json.encode(parts), np.uint8)
+
+
+def summed(arrays: Tensors, form: str, boards: Sequence[str]) -> dict[str, Any]:
+    """Bundle of an accumulator of these boards' updates, whose arrays may lie on the disk."""
+    told = {FORM: np.frombuffer(form.encode(), np.uint8), TABLE: table([Part(each) for each in boards])}
+    return {**shapes(arrays), **told}
+
+
+def total(bundle: Tensors, kind: type) -> Any:
+    """The accumulator of a site's update. Its sums are those of the bundle, read where they are used if on the disk.
+
+    Raises:
+        UpdateError: it is none of this type.
+    """
+    form, there = bundle.get(FORM), shapes(bundle)
+    if form is None or form.dtype != np.uint8:
+        raise UpdateError("a site's sum does not say what it is of: the site has to be of this version of fedquilt")
+    slots = {name: np.empty(0) for name in there if name not in (FORM, TABLE)}
+    names = {id(slot): name for name, slot in slots.items()}
+    try:
+        found = tensors.whole(slots, {"state": form.tobytes().decode()}, kind)
+    except (StoreError, UnicodeDecodeError) as error:
+        raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
+    return exact.laid_out(found, lambda slot: there[names[id(slot)]], lambda slot: bundle[names[id(slot)]])
 
 
 class _Bundle(Mapping[str, np.ndarray]):

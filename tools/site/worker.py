@@ -19,8 +19,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import facts, passed, rounds, settings, sites
+from fedquilt import bundle, methods, tensor_files, tensors
+from fedquilt.coordinator import facts, mending, passed, rounds, settings, sites
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.server import Server
@@ -304,8 +304,13 @@ class SiteWorker:
 
     def _same(self, ref: BlobRef, given: sites.Given) -> bool:
         """Whether the job's state is of this state from above."""
-        payload = self._store.depot.load(ref.sha256)
-        return payload is not None and np.array_equal(tensors.unpack(payload, sites.Given).inner, given.inner)
+        found = self._given(ref)
+        return found is not None and np.array_equal(found.inner, given.inner)
+
+    def _given(self, ref: BlobRef) -> sites.Given | None:
+        """A state of a site's job, whose sum stays on the disk if it is large; None: it is gone, or damaged."""
+        path, disk = self._store.depot.file(ref.sha256), self._store.depot.disk
+        return None if path is None else tensor_files.read_state(path, sites.Given, disk, mending.WHOLE_BYTES)
 
     def _job(self, table: Mapping[str, Any]) -> Job:
         """The job of the coordinator above as one of this, in whose rounds every board here is asked."""
@@ -325,9 +330,9 @@ class SiteWorker:
 
     def _answer(self, id: str, fact: facts.Committed) -> Outcome:
         """The outcome of a committed round: what it has brought, and what its boards took, as the log tells."""
-        order, payload, known = self._order, self._store.depot.load(fact.state.sha256), self._log(id)
+        order, brought, known = self._order, self._given(fact.state), self._log(id)
         assert order is not None
-        if payload is None:
+        if brought is None:
             return Outcome(code="failed", reason="what the site's round has brought is gone from its disk")
         used = [update.usage for update in known.updates.values()]
         joules = [usage.energy_j for usage in used if usage.energy_j is not None]
@@ -336,7 +341,7 @@ class SiteWorker:
         if "work" in order.task.actions:
             out = Path(order.out)
             out.mkdir(parents=True, exist_ok=True)
-            for name, sent in self._brought(tensors.unpack(payload, sites.Given), sorted(known.updates)):
+            for name, sent in self._brought(brought, sorted(known.updates)):
                 refs[name] = ref = outputs.write_tensors(out / f"{order.prefix}bundle", sent)
                 os.replace(out / f"{order.prefix}bundle", out / f"{order.prefix}{ref.sha256}")
         return Outcome(
@@ -353,11 +358,8 @@ class SiteWorker:
 
     def _brought(self, state: sites.Given, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
         """Bundles of the site's update: the sum of these boards, or their updates."""
-        if len(state.total):
-            yield (
-                passed.SUM,
-                {"packed": state.total, passed.TABLE: passed.table([passed.Part(each) for each in boards])},
-            )
+        if state.form:
+            yield passed.SUM, passed.summed(state.total, state.form, boards)
             return
         yield from passed.bundled(
             [Contribution(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]
