@@ -7,7 +7,6 @@ found counts only if the job is still where it was when the worker was asked.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
@@ -118,16 +117,16 @@ class Beside:
         """Time of the round's deadline, as long as it lies ahead; then, until which the round waits for who is in time.
 
         That is whose update is being read, and whose was offered before the deadline and had to wait for its turn to
-        be sent: the deadline is so much later for it.
+        be sent: the deadline is so much later for it. A site's round has an end nonetheless.
         """
-        deadline_s = rounds.next_s(self._served.job.rounds)
+        deadline_s, latest_s = rounds.next_s(self._served.job.rounds), rounds.latest_s(self._served.job.rounds)
         if self._in_time:
-            return math.inf
+            return latest_s
         if now_s < deadline_s or not self._offered:
             return deadline_s
         arriving = self._served.arriving
         self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
-        return deadline_s + max(map(self._executor.held_s, self._offered), default=0.0)
+        return min(deadline_s + max(map(self._executor.held_s, self._offered), default=0.0), latest_s)
 
     def hurry(self, now_s: float) -> None:
         """Let those go first who are in time, before any whose own time is over and who send still."""

@@ -22,6 +22,7 @@ from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Surveyed
 
 LEFT = 0.1  # share of its deadline that an attempt has at the least, once a process takes it up
+LATE = 1.05  # times the deadline that a site's round waits at the most; its task has a ninth more (tools/site)
 DECLINED_S = 10.0  # wait for other devices after all those present have declined
 
 
@@ -119,6 +120,11 @@ def left_alone(
 def next_s(state: Rounds) -> float:
     """Time at which `decide` may change its answer without an event."""
     return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
+
+
+def latest_s(state: Rounds) -> float:
+    """Time after which a round waits for nobody, in time or not: a site's, which has to answer in time itself."""
+    return state.opened_s + LATE * state.deadline_s if state.ordered else math.inf
 
 
 def waits_for_answers(state: Rounds, now_s: float) -> bool:
