@@ -80,18 +80,18 @@ def total(bundle: Tensors, kind: type) -> Any:
 
 
 class _Bundle(Mapping[str, np.ndarray]):
-    """One bundle of one board: tensors of a mapping whose names begin alike, without that."""
+    """One bundle of one board: tensors of a mapping whose names begin alike, without that. Small: there are many."""
+
+    __slots__ = ("_before", "_names", "_whole")
 
     def __init__(self, whole: Tensors, before: str, names: Sequence[str]) -> None:
-        self._whole, self._before, self._names = whole, before, dict.fromkeys(names)
+        self._whole, self._before, self._names = whole, before, names
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._names:
-            raise KeyError(name)
         return self._whole[self._before + name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return (name.removeprefix(self._before) for name in self._names)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -157,7 +157,7 @@ def _cut(round: int, bundle: Tensors) -> list[Contribution]:
     for key in bundle:
         before = "/".join(key.split("/", 2)[:2]) + "/"
         if before in names and len(key) > len(before):
-            names[before].append(key[len(before) :])
+            names[before].append(key)
         elif key != TABLE:
             raise UpdateError(f"tensor {key[:80]!r} belongs to none of its boards")
     return [

@@ -6,14 +6,18 @@ import math
 from functools import partial
 from pathlib import Path
 
+import carried
+import msgspec
 import pytest
-from sited import federation, plan, states
+from sited import federation
 
 from fedquilt.blobs.queueing import Queue
 from fedquilt.coordinator import mending, summing
 from fedquilt.coordinator.facts import Rejected
 from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.settings import Cohort
 from fedquilt.on_disk import Scratch
+from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.site import virtual
 
 
@@ -36,15 +40,23 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
-def test_sites_with_large_sums_wait_for_their_turn_and_come_to_the_bits_of_all_boards(
-    tmp_path: Path, waited: set[str], method: str
-) -> None:
-    """Four sites; no sum is ever in memory as a whole, neither where it is made nor above."""
-    table = {"cohort": {"start_devices": 4, "deadline_s": 60}}
-    with federation(plan(tmp_path / "sited", method, **table), (2, 2, 1, 1), limits=Limits(waiting_mb=0)) as made:
+def played(name: str, folder: Path, split: tuple[int, ...]) -> list[bytes]:
+    """States of a method's rounds by sites of so many of its four boards, or flat."""
+    given = carried.plan(name, folder)
+    cohort = Cohort(start_devices=len(split) or 4, min_devices=2, deadline_s=60)
+    job = msgspec.structs.replace(given.job, cohort=cohort)
+    with federation(Plan(job, given.bundle, given.home), split, limits=Limits(waiting_mb=0)) as made:
         assert made.play() == "done", made.facts[-1]
         assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
-        assert waited
-        sited = made.states
-    assert sited == states(tmp_path / "flat", method, (), waits=6)
+        return made.states
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "afl", "fedstitch", "robust"])
+def test_sites_with_large_sums_wait_for_their_turn_and_come_to_the_bits_of_all_boards(
+    tmp_path: Path, name: str, waited: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sites, whose sums, states and updates are for the worker, and on the disk where they are mappings."""
+    sited = played(name, tmp_path / "sited", (2, 1, 1))
+    assert waited
+    monkeypatch.undo()
+    assert sited == played(name, tmp_path / "flat", ())
