@@ -73,7 +73,7 @@ def total(bundle: Tensors, kind: type) -> Any:
     slots = {name: np.empty(0) for name in there if name not in (FORM, TABLE)}
     names = {id(slot): name for name, slot in slots.items()}
     try:
-        found = tensors.whole(slots, {"state": form.tobytes().decode()}, kind)
+        found: Any = tensors.whole(slots, {"state": form.tobytes().decode()}, kind)
     except (StoreError, UnicodeDecodeError) as error:
         raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
     return exact.laid_out(found, lambda slot: there[names[id(slot)]], lambda slot: bundle[names[id(slot)]])

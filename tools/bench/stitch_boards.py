@@ -33,13 +33,13 @@ ROWS: Final = 80  # images of a board at whose features of all donors it looks, 
 
 
 def write(folder: Path, features: int = SMALL) -> None:
-    """Write the bundle of a job: two donors of three blocks each, with so many features together, a multiple of 8.
+    """Write the bundle of a job: two donors of three blocks each, with so many features together, in eights.
 
     Their graphs are no graphs, as nobody runs them.
     """
     blocks = {}
     for donor in DONORS:
-        shapes = ((1, 2 * SIDE, 2 * SIDE), *((c, SIDE, SIDE) for c in (features // 8, 3 * features // 8)), (LABELS,))
+        shapes = ((1, 2 * SIDE, 2 * SIDE), *((c, SIDE, SIDE) for c in (features // 8, features // 8 * 3)), (LABELS,))
         for i, kind in enumerate(("start", "middle", "end")):
             told = Block(donor, i, kind, ((f"{donor}.{i}",),), (), shapes[i], shapes[i + 1], 1e4, 1000, 1000, 1000)  # type: ignore[arg-type]
             blocks[told.id] = told
