@@ -18,6 +18,7 @@ import numpy as np
 
 from fedquilt import bundle, tensors
 from fedquilt.core import Tensors
+from fedquilt.data import inputs
 from fedquilt.models.stitching import class_moments, least_squares, vote
 from fedquilt.models.stitching.device_statistics import FitAsk
 from fedquilt.models.stitching.scoring import ScoreAsk
@@ -44,7 +45,7 @@ def write(folder: Path, features: int = SMALL) -> None:
             told = Block(donor, i, kind, ((f"{donor}.{i}",),), (), shapes[i], shapes[i + 1], 1e4, 1000, 1000, 1000)  # type: ignore[arg-type]
             blocks[told.id] = told
     donors = {donor: Donor(tuple(f"{donor}.{i}" for i in range(3)), LABELS) for donor in DONORS}
-    shown = {"channels": 1, "size": 2 * SIDE, "mean": (0.0,), "std": (1.0,)}
+    shown: inputs.Table = {"channels": 1, "size": 2 * SIDE, "mean": (0.0,), "std": (1.0,)}
     stock = Stock(shown, tuple(map(str, range(LABELS))), donors, blocks)
     bundle.write(folder, msgspec.to_builtins(stock), {name: name.encode() for name in blocks})
 
