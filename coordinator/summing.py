@@ -308,9 +308,7 @@ class Summing:
         try:
             with exact.laid(self._room() if self.large and self._exact else None):
                 return self._fold(self._state, self._folding.total, given)
-        except UpdateError:
-            if passed.of_site(given.bundles):
-                self._folding.forget()
+        except UpdateError:  # as of a site's: all that is in it is checked before anything of it is added
             raise
         except Exception:
             self._folding.forget()

@@ -241,7 +241,7 @@ class SiteWorker:
     def _goes_on(self, order: Order) -> bool:
         """Whether the order's round is at work, as an earlier process began it."""
         job = self.server.job(order.task.job)
-        if job is None or job.id in self._stopping or job.rounds.state is None:
+        if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
             return False
         with contextlib.suppress(FedquiltError):  # who begins with the order tells it
             here = job.rounds.ordered is not None and job.rounds.round == order.task.round
