@@ -94,11 +94,15 @@ class Beside:
 
     @property
     def lost_s(self) -> float:
-        """Seconds in which no device could be reached, by which the deadline is later; infinite while none can."""
-        absence, opened_s = self._executor.absence, self._served.job.rounds.opened_s
-        if opened_s != self._lost[0]:
-            self._lost = opened_s, absence.lost_s
-        return math.inf if absence.away else absence.lost_s - self._lost[1]
+        """Seconds in which no device could be reached, by which the deadline is later; infinite while none can.
+
+        A site's deadline is no later than its round has to end.
+        """
+        absence, state = self._executor.absence, self._served.job.rounds
+        if state.opened_s != self._lost[0]:
+            self._lost = state.opened_s, absence.lost_s
+        lost_s = math.inf if absence.away else absence.lost_s - self._lost[1]
+        return min(lost_s, rounds.latest_s(state) - state.opened_s - state.deadline_s)
 
     @property
     def _due_s(self) -> float:
@@ -108,16 +112,16 @@ class Beside:
         """Time of the round's deadline, as long as it lies ahead; then, until which the round waits for who is in time.
 
         That is whose update is being read, and whose was offered before the deadline and had to wait for its turn to
-        be sent: the deadline is so much later for it.
+        be sent: the deadline is so much later for it. A site's round has an end nonetheless.
         """
-        deadline_s = self._due_s
+        deadline_s, latest_s = self._due_s, rounds.latest_s(self._served.job.rounds)
         if self._in_time:
-            return math.inf
+            return latest_s
         if now_s < deadline_s or not self._offered:
             return deadline_s
         arriving = self._served.arriving
         self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
-        return deadline_s + max(map(self._executor.held_s, self._offered), default=0.0)
+        return min(deadline_s + max(map(self._executor.held_s, self._offered), default=0.0), latest_s)
 
     def waits(self, now_s: float) -> bool:
         """Whether the round waits past its deadline; those who are in time go before any whose own time is over."""
@@ -139,6 +143,8 @@ class Beside:
 
     def examine(self, device: str, update: Update, profile: Profile | None, now_s: float) -> None:
         """Read an update whose blobs are here, and let count what it holds."""
+        if size_of(update) >= self._worker.large_bytes:  # as a site's sum may be, whose boards' updates are small
+            self._served.job.sums.large = True
         large = self._large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
             return

@@ -19,10 +19,11 @@ from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.encoding import Done, Encoded
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds, Started, apply
-from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
+from fedquilt.coordinator.rounds import taken_up
 from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.summing import Summing
@@ -51,13 +52,17 @@ HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to
 class Running:
     """One job of the store as its facts have it, which goes on once it is `opened`; what has `large_bytes` is on disk.
 
+    The running attempt has its whole deadline, or, if time goes by the store's clock, what is left (`rounds.taken_up`).
+
     Raises:
         JobError: the job cannot be run as written, or its log or bundle cannot be used.
         UnreadableError: the disk fails where the bundle is read.
         StoreError: the store cannot be read.
     """
 
-    def __init__(self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf) -> None:
+    def __init__(
+        self, row: Row, store: Store, now_s: float, method: Method, large_bytes: float = math.inf, by_wall: bool = False
+    ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle = mending.bundle_of(row.id, row.bundle, store.depot)
@@ -76,11 +81,12 @@ class Running:
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: manifest.Manifests | None  # what its updates may hold
         self._summing: Summing
-        self._update_bytes: int  # of one, as far as the method tells
         self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
-        for _, _, fact in store.facts(self.id, after):
-            self._note(fact, apply(self.rounds, fact, now_s))
+        wall_s = store.depot.disk.wall_s()
+        for _, at, fact in store.facts(self.id, after):
+            self._note(fact, apply(self.rounds, fact, now_s - (wall_s - at) * by_wall))
+        self.rounds = self.standing.rounds = taken_up(self.rounds, now_s)
 
     @property
     def opens_large(self) -> bool:
@@ -222,8 +228,7 @@ class Running:
     @property
     def large(self) -> bool:
         """Whether the running round's updates or states are for a worker, or a sum of it is stored."""
-        state_bytes = self.rounds.state.size if self.rounds.state else 0
-        return max(state_bytes, self._update_bytes) >= self._large_bytes or self.rounds.folded is not None
+        return self._summing.large
 
     def examining(
         self, device: str, update: Update, profile: Profile | None, now_s: float, *, large: bool
@@ -245,7 +250,7 @@ class Running:
         ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
         limit_s = plausible.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
-        work, take = "work" in self.rounds.actions, self._taking(update, profile, large)
+        work, take = "work" in self.rounds.actions, self.taking(update, profile, large=large)
 
         def examined() -> Examined:
             odd = ""
@@ -268,8 +273,8 @@ class Running:
 
         return examined
 
-    def _taking(self, update: Update, profile: Profile | None, large: bool) -> Callable[[Update], Update]:
-        """Function that returns an update, or what is believed of it, as it is stored: see `Summing`."""
+    def taking(self, update: Update, profile: Profile | None, *, large: bool = False) -> Callable[[Update], Update]:
+        """Function that returns an update, or what is believed of it, as it is stored; errors as of `Summing.taken`."""
         rounds, summing, work = self.rounds, self._summing, "work" in self.rounds.actions
         base = self._base(update, profile)
 
@@ -280,14 +285,6 @@ class Running:
             return summing.examined(believed, base) if large else summing.taken(believed, rounds, base)
 
         return take
-
-    def taken(self, update: Update, profile: Profile | None) -> Update:
-        """The update as it is stored: with a codec, its tensors are decoded here and nowhere else.
-
-        Raises:
-            UpdateError: it cannot be folded into the running round, or is no output of the codec.
-        """
-        return self._taking(update, profile, large=False)(update)
 
     @property
     def sums(self) -> Summing:
@@ -367,8 +364,13 @@ class Running:
         self._alike = tasks.Common(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
         known = expected(self._half.fold, self.state)
-        self._update_bytes = tensors.total_bytes(known.bundles.values()) if known else 0
-        self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=self.large)
+        sizes = [
+            tensors.total_bytes(known.bundles.values()) if known else 0,
+            *map(size_of, self.rounds.answered.values()),
+        ]
+        sizes.append(self.rounds.state.size if self.rounds.state else 0)
+        large = max(sizes) >= self._large_bytes or self.rounds.folded is not None
+        self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=large)
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))

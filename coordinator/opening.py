@@ -36,13 +36,17 @@ class Opening:
         load: finds a method by its name.
         around: makes of a job's method the one that is run.
         serve: `serve(jobs, now_s)` is called with those that can go on now.
+        by_wall: as of `Server`; for a job that is taken up again here, no time has passed meanwhile.
 
     Raises, from every method that has `now_s`:
         StoreError: nothing can be written any more.
     """
 
-    def __init__(self, desk: Desk, load: Callable[[str], Method], around: sites.Around, serve: Serve) -> None:
-        self._desk, self._load, self._around, self._serve = desk, load, around, serve
+    def __init__(
+        self, desk: Desk, load: Callable[[str], Method], around: sites.Around, serve: Serve, by_wall: bool
+    ) -> None:
+        self._desk, self._load, self._around, self._serve, self._by_wall = desk, load, around, serve, by_wall
+        self._served: set[str] = set()  # jobs that have been at work here
         self.jobs: dict[str, Running] = {}  # by id
         self._held = unreadable.Waiting()
 
@@ -71,7 +75,8 @@ class Opening:
     def _running(self, row: Row, now_s: float) -> Running:
         files = mending.bundle_of(row.id, row.bundle, self._desk.store.depot).files
         method = self._around(self._load(row.job.method), row.job, files)
-        return Running(row, self._desk.store, now_s, method, self._desk.worker.large_bytes)
+        by_wall = self._by_wall and row.id not in self._served
+        return Running(row, self._desk.store, now_s, method, self._desk.worker.large_bytes, by_wall=by_wall)
 
     def _opened_one(self, row: Row, result: Result, now_s: float) -> None:
         self._opened([(row, result)], now_s)
@@ -86,6 +91,7 @@ class Opening:
             try:
                 if job.opened(result(), now_s):
                     ready.append((row, job))
+                    self._served.add(row.id)
                 else:  # another job had the same blob, and has dropped it meanwhile
                     self.begin([row], now_s)
             except Exception as error:  # one job that cannot run does not keep the others from running

@@ -9,15 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, Amount, Contribution, Label, Metrics, Name, Tensors, UpdateError
+from fedquilt import exact, tensors
+from fedquilt.core import (
+    UNDECODABLE,
+    Amount,
+    Contribution,
+    Label,
+    Metrics,
+    Name,
+    StoreError,
+    Tensors,
+    UpdateError,
+    shapes,
+)
 
 OURS: Final = "site."  # before the names of a site's bundles
-SUM: Final = "site.sum"  # bundle with an accumulator
+SUM: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
+FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.tensors.parts`
 TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `Part`
 BUNDLE_BYTES: Final = 32 << 20  # of tensors in one bundle of updates; the last update in it may be beyond
 BUNDLE_TENSORS: Final = 8000  # likewise
@@ -42,19 +55,43 @@ def table(parts: Sequence[Part]) -> np.ndarray:
     return np.frombuffer(msgspec.json.encode(parts), np.uint8)
 
 
+def summed(arrays: Tensors, form: str, boards: Sequence[str]) -> dict[str, Any]:
+    """Bundle of an accumulator of these boards' updates, whose arrays may lie on the disk."""
+    told = {FORM: np.frombuffer(form.encode(), np.uint8), TABLE: table([Part(each) for each in boards])}
+    return {**shapes(arrays), **told}
+
+
+def total(bundle: Tensors, kind: type) -> Any:
+    """The accumulator of a site's update. Its sums are those of the bundle, read where they are used if on the disk.
+
+    Raises:
+        UpdateError: it is none of this type.
+    """
+    form, there = bundle.get(FORM), shapes(bundle)
+    if form is None or form.dtype != np.uint8:
+        raise UpdateError("a site's sum does not say what it is of: the site has to be of this version of fedquilt")
+    slots = {name: np.empty(0) for name in there if name not in (FORM, TABLE)}
+    names = {id(slot): name for name, slot in slots.items()}
+    try:
+        found: Any = tensors.whole(slots, {"state": form.tobytes().decode()}, kind)
+    except (StoreError, UnicodeDecodeError) as error:
+        raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
+    return exact.laid_out(found, lambda slot: there[names[id(slot)]], lambda slot: bundle[names[id(slot)]])
+
+
 class _Bundle(Mapping[str, np.ndarray]):
-    """One bundle of one board: tensors of a mapping whose names begin alike, without that."""
+    """One bundle of one board: tensors of a mapping whose names begin alike, without that. Small: there are many."""
+
+    __slots__ = ("_before", "_names", "_whole")
 
     def __init__(self, whole: Tensors, before: str, names: Sequence[str]) -> None:
-        self._whole, self._before, self._names = whole, before, dict.fromkeys(names)
+        self._whole, self._before, self._names = whole, before, names
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._names:
-            raise KeyError(name)
         return self._whole[self._before + name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return (name.removeprefix(self._before) for name in self._names)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -120,7 +157,7 @@ def _cut(round: int, bundle: Tensors) -> list[Contribution]:
     for key in bundle:
         before = "/".join(key.split("/", 2)[:2]) + "/"
         if before in names and len(key) > len(before):
-            names[before].append(key[len(before) :])
+            names[before].append(key)
         elif key != TABLE:
             raise UpdateError(f"tensor {key[:80]!r} belongs to none of its boards")
     return [

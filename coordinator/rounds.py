@@ -21,6 +21,8 @@ from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Surveyed
 
+LEFT = 0.1  # share of its deadline that an attempt has at the least, once a process takes it up
+LATE = 1.05  # times the deadline that a site's round waits at the most; its task has a ninth more (tools/site)
 DECLINED_S = 10.0  # wait for other devices after all those present have declined
 
 
@@ -47,6 +49,19 @@ def decide(
     if state.phase == "open":
         return _attend(state, now_s, online, ask, busy, most)
     return None
+
+
+def taken_up(state: Rounds, now_s: float) -> Rounds:
+    """State of a job that a process takes up, as its log has it with the attempt's beginning on this process's clock.
+
+    An attempt has what is left of its deadline, and a tenth of it at the least, in which boards give the answers that
+    they could not. If it seems to begin later than now or to be over, it has its whole deadline again: a wall clock
+    was set, or nobody was here for a long time. Other times are those of this process.
+    """
+    passed_s, opened_s = now_s - state.opened_s, now_s
+    if state.phase == "open" and 0 <= passed_s < state.deadline_s:
+        opened_s = max(state.opened_s, now_s - (1 - LEFT) * state.deadline_s)
+    return replace(state, opened_s=opened_s, began_s=now_s, asked_s=dict.fromkeys(state.asked_s, now_s))
 
 
 def survey(
@@ -105,6 +120,11 @@ def left_alone(
 def next_s(state: Rounds) -> float:
     """Time at which `decide` may change its answer without an event."""
     return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
+
+
+def latest_s(state: Rounds) -> float:
+    """Time after which a round waits for nobody, in time or not: a site's, which has to answer in time itself."""
+    return state.opened_s + LATE * state.deadline_s if state.ordered else math.inf
 
 
 def waits_for_answers(state: Rounds, now_s: float) -> bool:

@@ -48,6 +48,7 @@ class Server:
         tell: `tell(rollout, fact)` is called with each new fact of a rollout; `only` a job has none carried out.
         worker: for updates and states that are too large for the loop; None: none is.
         around: makes of a job's method the one that is run: `sites.below` in a site.
+        by_wall: whether time goes by the store's wall clock: rounds that an earlier process began have what is left.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class Server:
         tell: Tell = lambda rollout, fact: None,
         worker: Worker | None = None,
         around: sites.Around = sites.above,
+        by_wall: bool = False,
     ) -> None:
         self.finished = False
         self._desk = Desk(executor, store, observe, worker or Here())
         self._worker, self._sweeps = self._desk.worker, False
         self.registry = self._desk.registry
         self._executor, self._store, self._only = executor, store, only
-        self._opening = Opening(self._desk, load, around, self._serve)
+        self._opening = Opening(self._desk, load, around, self._serve, by_wall)
         self._limits = limits
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -35,7 +35,6 @@ from fedquilt.core import (
     Method,
     Order,
     Settle,
-    StoreError,
     Tensors,
     UpdateError,
     alike,
@@ -53,23 +52,6 @@ FILE: Final = "file "  # before the name of a file of the job's bundle, as a bun
 
 Half: TypeAlias = Method | Settle
 Around: TypeAlias = Callable[[Method, Job, Mapping[str, BlobRef]], Method]
-
-
-def packed(value: Any) -> np.ndarray:
-    """A state or an accumulator as bytes, uint8 (n,)."""
-    return np.frombuffer(tensors.pack(value), np.uint8)
-
-
-def unpacked(given: np.ndarray, kind: type) -> Any:
-    """The value that `packed` made.
-
-    Raises:
-        UpdateError: it is none of this type.
-    """
-    try:
-        return tensors.unpack(given.tobytes(), kind)
-    except StoreError as error:
-        raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
 
 
 def sums(half: Half, state: Any) -> type | None:
@@ -133,21 +115,22 @@ def _folding(half: Half) -> Callable[..., Any]:
             for each in passed.contributions(update):
                 so_far = plain(state, so_far, each)
             return so_far
+        total = checked(state, update)
+        return exact.held(total) if so_far is None else exact.join(so_far, total)
+
+    def checked(state: Any, update: Contribution) -> Any:
         kind = sums(half, state)
         if kind is None or sound is None:
             raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
-        given = update.bundles[passed.SUM].get("packed", NOTHING)
-        if given.dtype != np.uint8:
-            raise UpdateError(f"{update.device} sent a sum of {given.dtype}: bytes are wanted")
-        total = unpacked(given, kind)
+        total = passed.total(update.bundles[passed.SUM], kind)
         sound(state, total, update.weight)
-        return total if so_far is None else exact.join(so_far, total)
+        return total
 
     def require(state: Any, update: Contribution) -> None:
         if not passed.of_site(update.bundles):
             required(plain, state, update)
         elif passed.SUM in update.bundles:
-            fold(state, None, update)
+            checked(state, update)
         else:
             for each in passed.contributions(update):
                 with checks.named(each.device):
@@ -179,8 +162,9 @@ class Sent:
 class Given:
     """State of a site's job: that of the coordinator above, and what the last round has brought."""
 
-    inner: np.ndarray  # uint8 (n,), as `packed`; (0,): none has come yet
-    total: np.ndarray  # accumulator, uint8 (n,), as `packed`; (0,): of nobody, or updates are passed up
+    inner: np.ndarray  # uint8 (n,), as `tensors.pack`; (0,): none has come yet
+    total: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of an accumulator
+    form: str = ""  # where in it they belong (`tensors.parts`); "": of nobody, or updates are passed up
     sent: tuple[Sent, ...] = ()  # updates that are passed up, in the order of devices
 
 
@@ -204,7 +188,7 @@ def below(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
     return replace(
         method,
         state=Given,
-        init=lambda bundle, params, seed: Given(NOTHING, NOTHING),
+        init=lambda bundle, params, seed: Given(NOTHING),
         **_halved(method, of),
         result=result,
         done=lambda state: False,
@@ -235,9 +219,10 @@ def _halved(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
 
     def step(state: Given, total: Any) -> Given:
         if adds_up(state) is not None:
-            return Given(state.inner, NOTHING if total is None else packed(total))
+            arrays, told = ({}, {"state": ""}) if total is None else tensors.parts(total)
+            return Given(state.inner, arrays, told["state"])
         sent = (Sent(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ())
-        return Given(state.inner, NOTHING, tuple(sent))
+        return Given(state.inner, sent=tuple(sent))
 
     def require(state: Given, update: Contribution) -> None:
         required(plain, of(state), update)
@@ -258,4 +243,4 @@ def given(inner: Tensors) -> Given:
     found = inner.get("packed", NOTHING)
     if found.dtype != np.uint8 or not found.size:
         raise UpdateError("the task of the coordinator above has no state: it has to be of this version of fedquilt")
-    return Given(found, NOTHING)
+    return Given(found)

@@ -339,7 +339,7 @@ class Store:
             JobError: it could not be read back unchanged (a number not finite, text that is not Unicode). Nothing
                 has been written.
         """
-        row = (id, time.time(), encoded(id, fact))
+        row = (id, self._disk.wall_s(), encoded(id, fact))
         self._write([row]) if self._waiting is None else self._waiting.append(row)
 
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:

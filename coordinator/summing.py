@@ -51,12 +51,12 @@ class Summing:
         half: of the method, whose tasks the round's are.
         state: that the round began with.
         job: settings.
-        large: keep exact sums of large tensors on the disk.
+        large: keep exact sums of large tensors on the disk; True also once a large update has come.
     """
 
     def __init__(self, depot: Depot, half: Method | Settle, state: Any, job: Job, *, large: bool = False) -> None:
         self._depot, self._fold, self._state, self._job = depot, half.fold, state, job
-        self._sums, self._large = summed(half.fold, state), large
+        self._sums, self.large = summed(half.fold, state), large
         if large:
             heap.release()  # of the round before
         self._folding = self._empty()
@@ -236,7 +236,7 @@ class Summing:
             self._sum(rounds)
             total = self._folding.total
         self._folding = self._empty()
-        if self._large:
+        if self.large:
             heap.release()  # a new state is made now
         return total
 
@@ -306,11 +306,9 @@ class Summing:
     def _added(self, given: Contribution) -> Any:
         """The sum with one more update; after an error that may have come halfway, it is begun anew."""
         try:
-            with exact.laid(self._room() if self._large and self._exact else None):
+            with exact.laid(self._room() if self.large and self._exact else None):
                 return self._fold(self._state, self._folding.total, given)
-        except UpdateError:
-            if passed.of_site(given.bundles):
-                self._folding.forget()
+        except UpdateError:  # as of a site's: all that is in it is checked before anything of it is added
             raise
         except Exception:
             self._folding.forget()

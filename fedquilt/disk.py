@@ -64,6 +64,10 @@ class Disk:
 
     withheld = 0  # bits of the modes of new files and folders that nobody gets, beside those of the process's umask
 
+    def wall_s(self) -> float:
+        """Seconds of the computer's wall clock."""
+        return time.time()
+
     # -- what is there --
 
     def stat(self, path: Place) -> Found | None:
@@ -286,10 +290,7 @@ class Disk:
     def put(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
         """Write a small file, so that at any moment it has either the old or the new content.
 
-        Args:
-            path: of the file.
-            payload: all that it holds afterwards.
-            durable: wait until it is on the disk under its name.
+        With `durable` it is on the disk under its name when this returns.
         """
         part = f"{path}.part"
         self.write(part, payload)
@@ -318,9 +319,7 @@ class Disk:
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
         """Lock a file, which is made if it does not exist; None: another process holds it.
 
-        Args:
-            path: of the file.
-            tries: a few, as `locked` of another process holds it for a moment.
+        `locked` of another process holds it for a moment, so that a few `tries` may be needed.
         """
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         for left in reversed(range(tries)):

@@ -181,12 +181,12 @@ def _require(name: str, total: Total, like: np.ndarray, weight: float) -> None:
     if like.dtype.kind in "iu":
         if len(total.limbs) > 1:
             raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts: counters have one")
-        return tensors.require_same({name: total.limbs[0]}, {name: like})
+        return tensors.require_same({name: np.asarray(total.limbs[0])}, {name: like})
     kinds = [limb.dtype for limb in total.limbs]
     if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
         raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
     most = 2 * weight * tensors.bounds(like.dtype)[1]
-    for limb in total.limbs:
+    for limb in map(np.asarray, total.limbs):
         tensors.require_finite({name: limb})
         if limb.size and float(np.abs(limb).max()) > most:
             raise UpdateError(f"sum {name!r} holds numbers beyond {most:g}, which updates of this weight cannot have")
@@ -214,22 +214,28 @@ def join(one: Any, other: Any) -> Any:
     if isinstance(one, int):
         return one + other
     if isinstance(one, Mapping):
-        return {**one, **{name: join(one[name], each) if name in one else each for name, each in other.items()}}
+        return {**one, **{name: join(one[name], each) if name in one else held(each) for name, each in other.items()}}
     if is_dataclass(one) and not isinstance(one, type):
         names = [each.name for each in fields(one)]
         return type(one)(**{name: join(getattr(one, name), getattr(other, name)) for name in names})
     raise TypeError(f"accumulators cannot be merged that hold a {type(one).__name__}")
 
 
-def laid_out(value: Any, keep: Callable[[np.ndarray], Any]) -> Any:
-    """An accumulator whose sums have other limbs: what `keep` returns for each."""
+def laid_out(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any] = lambda array: array) -> Any:
+    """An accumulator whose sums have other limbs: what `keep` returns for each. `other` is for arrays beside sums."""
     if isinstance(value, Total):
         return Total(tuple(keep(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
-        return {name: laid_out(each, keep) for name, each in value.items()}
+        return {name: laid_out(each, keep, other) for name, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{each.name: laid_out(getattr(value, each.name), keep) for each in fields(value)})
-    return value
+        return type(value)(**{each.name: laid_out(getattr(value, each.name), keep, other) for each in fields(value)})
+    return other(value) if isinstance(value, np.ndarray) else value
+
+
+def held(value: Any) -> Any:
+    """An accumulator that may be added to, while the one given stays as it is."""
+    room = _room.get()
+    return laid_out(value, np.array if room is None else room.put)
 
 
 # -- numbers --------------------------------------------------------------------------------------

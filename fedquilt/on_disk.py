@@ -61,7 +61,7 @@ class Named:
         return self.disk.read_into(self.path, buffer, offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OnDisk(Shaped):
     """One array: shape and type are known, and its numbers are read when they are asked for.
 

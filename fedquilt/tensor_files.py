@@ -131,7 +131,7 @@ def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: f
     try:
         found = Stored(path, disk, STATE_HEADER_MOST)
         skeleton = json.loads(found.metadata["state"])
-        places = {name: _places(found, value) for name, value in skeleton.items()}
+        places = {name: _places(found, skeleton[name]) for name in tensors.mappings(kind) if name in skeleton}
         late = {name: Lazy(each) for name, each in places.items() if each and tensors.total_bytes([each]) >= lazy_bytes}  # type: ignore[list-item]
         for name, each in late.items():
             skeleton[name], late[name] = {}, Lazy({key: place.noted() for key, place in each.shapes.items()})
@@ -142,11 +142,8 @@ def read_state(path: Path | str, kind: type[T], disk: Disk = REAL, lazy_bytes: f
 
 
 def _places(found: Stored, value: Any) -> dict[str, OnDisk]:
-    """Places of a field's arrays by their keys; {}: it is no mapping of arrays."""
-    arrays = isinstance(value, dict) and all(isinstance(each, dict) and "$array" in each for each in value.values())
-    if not arrays:
-        return {}
-    return {key: found.shapes[str(each["$array"])] for key, each in value.items()}
+    """Places of a field's arrays by their keys; {}: there is no mapping."""
+    return {key: found.shapes[str(each["$array"])] for key, each in (value or {}).items()}
 
 
 def read_sum(path: Path | str, kind: type[T], disk: Disk, room: Scratch) -> T:

@@ -39,7 +39,7 @@ class NoStateError(StoreError):
     """Stored bytes that are no state of the type that is asked for, as another version of fedquilt writes them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shaped:
     """Shape and type in place of an array."""
 
@@ -351,6 +351,11 @@ def _hints(kind: type) -> tuple[tuple[str, Any], ...] | None:
         return None
     hints = get_type_hints(kind)
     return tuple((each.name, hints[each.name]) for each in fields(kind))
+
+
+def mappings(kind: type) -> list[str]:
+    """Names of a state's fields that are mappings of arrays."""
+    return [name for name, hint in _hints(kind) or () if _arguments(hint, Mapping)[1:] == (np.ndarray,)]
 
 
 def unpack(payload: bytes, kind: type[T]) -> T:

@@ -14,8 +14,10 @@ from fedquilt.blobs.shared_store import Shared
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import Here
 from fedquilt.data import examples
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
@@ -24,6 +26,7 @@ from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.tools import demo
 from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.site import virtual
 from fedquilt.tools.site.virtual import VirtualSite
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 
@@ -44,6 +47,7 @@ class Federation:
     answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
     id: str = "job-1"
     below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         self.home = self.plan.home / "root"
@@ -62,7 +66,10 @@ class Federation:
     def _serve(self) -> None:
         link = self.broker.connect()
         executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.next_epoch())
-        self.server = Server(executor, self.store, self._observe, only=self.run)
+        worker = Here(virtual.LARGE_BYTES)
+        self.server = Server(
+            executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, by_wall=True
+        )
         self.seats.insert(0, (link, self.server))
 
     def copy(self) -> Path:
@@ -146,10 +153,12 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(plan: Plan, split: Sequence[int] = (), id: str = "job-1") -> Iterator[Federation]:
+def federation(
+    plan: Plan, split: Sequence[int] = (), id: str = "job-1", limits: Limits = Limits()
+) -> Iterator[Federation]:
     """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
-        made = Federation(plan, stack, id=id)
+        made = Federation(plan, stack, id=id, limits=limits)
         begin = 0
         for number, count in enumerate(split):
             made.site(f"site-{number}", made.tables[begin : begin + count])

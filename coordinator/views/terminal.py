@@ -254,7 +254,9 @@ def coordinate(
             site.observe(job, fact)
 
     around = sites.above if site is None else sites.below
-    server = Server(executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread(), around=around)
+    server = Server(
+        executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread(), around=around, by_wall=True
+    )
     endpoint = server if site is None else site.beside(server)
     with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
         if place:

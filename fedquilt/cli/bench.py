@@ -45,7 +45,17 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 )
 @option("--sites", type=options.POSITIVE, help="For sites: number of sites (default: 20).")
 @option(
-    "--method", "methods", many=True, metavar="NAME", help="For sites: methods (default: six that add up, and robust)."
+    "--features",
+    type=options.POSITIVE,
+    help="For sites: features of FedStitch's donors together, in eights (default: 48); with another number "
+    "they are joined, and not stitched.",
+)
+@option(
+    "--method",
+    "methods",
+    many=True,
+    metavar="NAME",
+    help="For sites: methods (default: seven that add up, robust).",
 )
 @option("--updates", type=options.POSITIVE, help="For large: updates of the round (default: 5).")
 @option("--rounds", type=options.POSITIVE, help="For coordinator (default: 6) and sites (default: 2): rounds.")
@@ -126,7 +136,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         ("images", what == "stitch" and not ablating, "`bench stitch`"),
         ("after", what == "coordinator", "`bench coordinator`"),
         *((name, what in FLEETS, "`bench coordinator` and `bench sites`") for name in ("agents", "rounds")),
-        *((name, what == "sites", "`bench sites`") for name in ("sites", "methods")),
+        *((name, what == "sites", "`bench sites`") for name in ("sites", "methods", "features")),
         ("updates", what == "large", "`bench large`"),
         ("ablate", what == "stitch", "`bench stitch`"),
         ("data", what in ("sim", "cores"), "`bench sim` and `bench cores`"),
@@ -143,7 +153,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         some = {name: given[name] for name in ("agents", "rounds", "after") if given[name] is not None}
         return tool.main(what, format, given=some)
     if what == "sites":
-        some = {name: given[name] for name in ("sites", "rounds", "methods") if given[name] is not None}
+        some = {name: given[name] for name in ("sites", "rounds", "methods", "features") if given[name] is not None}
         return tool.main(what, format, given=some | ({"agents": given["agents"][0]} if given["agents"] else {}))
     if what == "cores":
         some = {name: given[name] for name in ("engine", "cores", "data") if given[name] is not None}

@@ -24,6 +24,7 @@ from fedquilt.models.stitching.search_state import State
 from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
+GROUPS_MOST = 256  # likewise: a junction is solved without each group in turn, and more would tell no more
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
             return Votes({**so_far.ballots, update.device: _ballot(state, update)})
         case Fits():
             new = _fits(state, update)
-            groups = GROUPS_BYTES // sum(each.nbytes for each in new)
+            groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
             pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
             gathered = tuple(least_squares.gather(*pair, groups) for pair in pairs)
             return Fits(gathered, tuple(sorted({*so_far.devices, update.device})))

@@ -152,11 +152,16 @@ def cross_ranks(
     """
     if len(ballots) <= MIN_OTHERS:
         return {}
-    seen = {device: percentiles(given) for device, given in ballots.items()}
-    ranks = {}
-    for device, given in sorted(ballots.items()):
-        best = list(given.picks) if judged == "picks" else greedy(given.score, given.level, pool, k, spread)
-        ranks[device] = float(np.mean([seen[other][best].mean() for other in sorted(seen) if other != device]))
+    ordered = sorted(ballots)
+    seen = np.array([percentiles(ballots[device]) for device in ordered])
+    alike: dict[tuple[int, ...], list[int]] = {}  # picks -> places of the devices that have them
+    for place, given in enumerate(ballots[device] for device in ordered):
+        best = given.picks if judged == "picks" else greedy(given.score, given.level, pool, k, spread)
+        alike.setdefault(tuple(map(int, best)), []).append(place)
+    ranks = dict.fromkeys(ordered, 0.0)
+    for picks, places in alike.items():
+        means = np.ascontiguousarray(seen[:, picks]).mean(axis=1)  # each device's of these picks
+        ranks.update({ordered[place]: float(np.delete(means, place).mean()) for place in places})
     return ranks
 
 

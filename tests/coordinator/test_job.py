@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ from opened import opened
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings, summing
 from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost, Started
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.mending import LostUpdateError
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Contribution, DeviceView, Method, Order, StoreError, Update, Usage, Work
@@ -53,7 +56,7 @@ class Round:
 
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""
-        taken = self.job.taken(self.update(device, value), None)
+        taken = self.job.taking(update := self.update(device, value), None)(update)
         self.job.record(Answered(self.job.rounds.round, taken), 0.0)
 
     def commit(self) -> float:
@@ -162,8 +165,8 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
 def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
     """A device has offered two contents for the same round, and the first of them counts."""
     stage.ask("a")
-    counted = stage.job.taken(stage.update("a", 1.0), None)
-    stage.job.taken(stage.update("a", 9.0), None)
+    counted = stage.job.taking(update := stage.update("a", 1.0), None)(update)
+    stage.job.taking(update := stage.update("a", 9.0), None)(update)
     stage.job.record(Answered(0, counted), 0.0)
     assert stage.commit() == 1.0
 
@@ -234,6 +237,29 @@ def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_
     assert second is not None
     assert second.bundles == first.bundles
     assert stage.store.depot.has(second.bundles["model"])
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "left_s"), [(0.0, 600.0), (400.0, 200.0), (590.0, 60.0), (601.0, 600.0), (-9e8, 600.0), (9e8, 600.0)]
+)
+def test_a_round_that_another_process_takes_up_has_what_is_left_of_its_deadline(
+    tmp_path: Path, passed_s: float, left_s: float
+) -> None:
+    """By the wall clock; a tenth at the least, and the whole where that clock was set or nobody was here for long."""
+    wall = [1e9]
+    with mock.patch.object(time, "time", side_effect=lambda: wall[0]):
+        made = Round(tmp_path, {"cohort": {"deadline_s": 600}})
+        wall[0] += 50
+        made.ask("ab")
+        wall[0] += 10
+        made.take("a", 1.0)
+        wall[0] += passed_s - 10
+        row = made.store.job(made.job.id)
+        found = Running(row, made.store, 7.0, fedavg.METHOD, by_wall=True).rounds
+        assert found.deadline_left_s(7.0) == pytest.approx(left_s)
+        assert (found.began_s, set(found.asked_s.values())) == (7.0, {7.0})  # other times are this process's
+        assert Running(row, made.store, 7.0, fedavg.METHOD).rounds.deadline_left_s(7.0) == 600  # on virtual time
+        made.store.close()
 
 
 def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it() -> None:

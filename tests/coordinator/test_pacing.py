@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from by_hand import MODEL, Hand, Stage
+from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.coordinator import mending, summing
 from fedquilt.coordinator.boards_link import Boards, NotedLink
-from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Lost
+from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Lost, Started
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
@@ -187,6 +188,24 @@ def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -
     stage.work(20.0)
     assert stage.answered == list("abcdef")
     assert stage.states == calm(tmp_path / "calm", "abcdef")
+
+
+def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp_path: Path) -> None:
+    """A twentieth of its deadline later it waits for nobody: neither for who waits nor for whose update is read."""
+    stage = Paced(tmp_path)
+    (job,) = stage.server.jobs()
+    assert job.rounds.state is not None
+    job.rounds = replace(job.rounds, ordered=Started(job.rounds.state, actions=("work",), deadline_s=20.0))
+    stage.answer("abcdef")
+    while len(stage.answered) < 3:
+        stage.work(0.5)
+    stage.play(job.rounds.opened_s + 20.5 - stage.broker.now_s)
+    assert not stage.told(Closed)
+    stage.play(1.0)
+    assert stage.told(Closed)
+    stage.work(10.0, most=6)
+    assert len(stage.states) == 1
+    assert stage.answered == list("abc")
 
 
 def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) -> None:

@@ -174,3 +174,12 @@ def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, mo
     exact.require({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)
     with pytest.raises(UpdateError, match="beyond"):
         exact.require({"w": exact.add(None, np.array([6.1 * most]))}, like, 3.0)
+
+
+def test_a_sum_that_is_merged_stays_as_it_is() -> None:
+    """Also where it alone has a name: what is added afterwards is not in it."""
+    ones = np.ones(3)
+    one, other = {"a": exact.add(None, ones)}, {"a": exact.add(None, ones), "b": exact.add(None, ones)}
+    total = exact.join(exact.join(exact.held(one), other), other)
+    assert {name: each.value().tolist() for name, each in total.items()} == {"a": [3.0] * 3, "b": [2.0] * 3}
+    assert all(np.array_equal(each.value(), ones) for each in (*one.values(), *other.values()))

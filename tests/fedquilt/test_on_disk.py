@@ -137,3 +137,29 @@ def test_every_flipped_bit_changes_the_checksum() -> None:
         flipped = array.copy()
         flipped[bit // 8] ^= 1 << bit % 8
         assert checksum(flipped) != wanted
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A part of a state, all of whose fields are arrays."""
+
+    counts: np.ndarray
+    half: np.ndarray
+
+
+@dataclass(frozen=True)
+class Searching:
+    """A state with such a part."""
+
+    gathered: Gathered | None
+    model: dict[str, np.ndarray] | None
+
+
+def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_path: Path) -> None:
+    """It is read with the state; a mapping stays on the disk, and one that is not there is not."""
+    for model in ({"a": ONES}, None):
+        tensor_files.write(tmp_path / "state", *tensors.parts(Searching(Gathered(ONES, ONES), model)))
+        found = tensor_files.read_state(tmp_path / "state", Searching, lazy_bytes=1)
+        assert found.gathered is not None
+        assert np.array_equal(found.gathered.half, ONES)
+        assert isinstance(found.model, Lazy) == (model is not None)

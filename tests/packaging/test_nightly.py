@@ -35,6 +35,7 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
         "physics_tables",
         "protocol_boards",
         "sites_root",
+        "stitch_boards",
     }  # parts of the benches of energy, deadlines, coordinator, sites
     benches = {name for name in benches if not name.startswith("ablate")}  # parts of `bench stitch`
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}

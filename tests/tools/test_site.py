@@ -115,7 +115,7 @@ def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> No
     job = settings.parse({"name": "own", "method": "fedavg"})
     below = sites.below(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):
-        below.send(sites.Given(sites.NOTHING, sites.NOTHING), DeviceView("a", None))
+        below.send(sites.Given(sites.NOTHING), DeviceView("a", None))
 
 
 def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resumed_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ of several chunks are fetched once for all boards of a process, and their update
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -14,8 +15,8 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,6 @@ FLEET: Final = "bench"
 EXAMPLES: Final = 32
 LOOK_S: Final = 1.0  # pause between looks for requests to repeat
 AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
-EMPTY: Final = (2).to_bytes(8, "little") + b"{}"  # a blob without tensors
 CHUNK: Final = chunks.chunk_for(payload_limit(5, None, None))
 PROFILE: Final[dict[str, Any]] = {
     "board": "bench",
@@ -79,6 +79,35 @@ def step(number: int) -> float:
 def weight(method: str) -> float:
     """Weight of an update with this method."""
     return 1.0 if method == "scaffold" else float(EXAMPLES)
+
+
+class Blob(NamedTuple):
+    """A bundle of a board's update."""
+
+    ref: BlobRef
+    read: Callable[[int, int], bytes]  # so many bytes from an offset
+    layout: dict[str, str]  # types and shapes of its tensors
+
+
+class Sent(NamedTuple):
+    """A board's update."""
+
+    bundles: dict[str, Blob]
+    weight: float
+    metrics: dict[str, float]
+
+
+def sent(bundles: Mapping[str, bytes], weight: float, metrics: dict[str, float]) -> Sent:
+    """An update of these blobs, which are in memory."""
+    made = {}
+    for name, payload in bundles.items():
+        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+        made[name] = Blob(ref, functools.partial(_cut, payload), tensors.layout(tensors.decode(payload)))
+    return Sent(made, weight, metrics)
+
+
+def _cut(payload: bytes, offset: int, size: int) -> bytes:
+    return payload[offset : offset + size]
 
 
 def metrics(round: int) -> dict[str, float]:
@@ -130,6 +159,15 @@ class Crowd:
             self._layouts = {sha256: tensors.layout(tensors.decode(self.blobs[sha256]))}
         return self._layouts[sha256]
 
+    def answer(self, task: Task, number: int) -> Sent:
+        """Update of a board: the model that was sent, moved by the board's number and made chunk by chunk."""
+        model = task.bundles["model"]
+        moved, sha256 = Moved(self.blobs[model.sha256], step(number)), hashlib.sha256()
+        for offset in range(0, model.size, CHUNK):
+            sha256.update(moved.read(offset, min(CHUNK, model.size - offset)))
+        blob = Blob(BlobRef(sha256=sha256.hexdigest(), size=model.size), moved.read, self.layout(model.sha256))
+        return Sent({"model": blob}, weight(task.method), metrics(task.round))
+
     def came(self, sha256: str, payload: bytes, now_s: float) -> None:
         """Keep a blob with the latest, for all boards."""
         self.blobs = {**dict(list(self.blobs.items())[-8:]), sha256: payload}
@@ -153,8 +191,10 @@ class Board:
         self._task: Task | None = None
         self._pulls: dict[str, Pull] = {}  # by sha256
         self._update: Update | None = None  # not answered yet
+        self._has: set[str] = set()  # blobs that it has fetched
         self._waits: set[str] = set()  # blobs that another board of the process fetches
-        self._moved, self._manifest, self._offered_s = Moved(EMPTY, 0.0), b"", 0.0
+        self._sends: dict[str, Blob] = {}  # by sha256: of the latest update
+        self._offered_s = 0.0
 
     def connect(self) -> socket.socket:
         """Begin to connect; `read` completes it. Returns the socket."""
@@ -237,7 +277,8 @@ class Board:
             ref.sha256 for ref in whole if {ref.sha256} & (self.crowd.parts.keys() | self.crowd.blobs.keys())
         }
         self.crowd.parts |= {ref.sha256: bytearray(ref.size) for ref in whole if ref.sha256 not in self._waits}
-        mine = [ref for ref in task.bundles.values() if ref.sha256 not in self._waits]
+        here = self._waits | (self._has & self.crowd.blobs.keys())
+        mine = [ref for ref in task.bundles.values() if ref.sha256 not in here]
         self._pulls = {ref.sha256: Pull(ref, CHUNK, now_s) for ref in mine}
         for pull in list(self._pulls.values()):
             self._ask(pull, now_s)
@@ -258,6 +299,7 @@ class Board:
             part[offset : offset + size] = payload
         if pull.done:
             del self._pulls[sha256]
+            self._has.add(sha256)
             self.crowd.came(sha256, payload if part is None else bytes(part), now_s)
             self._work(now_s)
         elif part is not None:
@@ -270,27 +312,23 @@ class Board:
             self._work(now_s)
 
     def _work(self, now_s: float) -> None:
-        """Make an update as soon as everything is here: the model that was sent, moved by the board's number."""
+        """Make an update as soon as everything is here."""
         task = self._task
         if task is None or self._pulls or not self._waits <= self.crowd.blobs.keys():
             return
-        model = task.bundles["model"]
-        self._moved = Moved(self.crowd.blobs[model.sha256], step(self.number))
-        sha256 = hashlib.sha256()
-        for offset in range(0, model.size, CHUNK):
-            sha256.update(self._moved.read(offset, min(CHUNK, model.size - offset)))
-        ref = BlobRef(sha256=sha256.hexdigest(), size=model.size)
-        self._manifest = wire.encode(chunks.cut(ref, CHUNK, self._moved.read))
+        made = self.crowd.answer(task, self.number)
+        self._sends = {blob.ref.sha256: blob for blob in made.bundles.values()}
+        up_bytes = sum(blob.ref.size for blob in self._sends.values())
         self._update = Update(
             job=task.job,
             round=task.round,
             attempt=task.attempt,
             device=self.device,
-            weight=weight(task.method),
-            bundles={"model": ref},
-            metrics=metrics(task.round),
-            usage=Usage(wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=ref.size),
-            layouts={"model": self.crowd.layout(model.sha256)},
+            weight=made.weight,
+            bundles={name: blob.ref for name, blob in made.bundles.items()},
+            metrics=made.metrics,
+            usage=Usage(wall_s=0.1, cpu_s=0.1, examples=max(EXAMPLES, int(made.weight)), up_bytes=up_bytes),
+            layouts={name: blob.layout for name, blob in made.bundles.items()},
             state=task.state,
             epoch=task.epoch,
         )
@@ -301,17 +339,17 @@ class Board:
         self._publish("update", update)
 
     def _give(self, get: wire.Get) -> None:
-        """Send the update's manifest, or the chunks that are asked for."""
-        if self._update is None:
+        """Send the manifest of a blob of the update, or the chunks that are asked for."""
+        blob = self._sends.get(get.sha256)
+        if self._update is None or blob is None:
             return
-        size = self._update.bundles["model"].size
         for index in get.indices:
             topic = self.crowd.topics.chunk(self.device, "up", get.sha256, index)
             offset = index * get.chunk
-            self.client.send(topic, self._moved.read(offset, min(get.chunk, size - offset)), 0, False)
+            self.client.send(topic, blob.read(offset, min(get.chunk, blob.ref.size - offset)), 0, False)
         if not get.indices:
             topic = self.crowd.topics.blob(self.device, "up", get.sha256, "manifest")
-            self.client.send(topic, self._manifest, 1, False)
+            self.client.send(topic, wire.encode(chunks.cut(blob.ref, CHUNK, blob.read)), 1, False)
 
     def _acknowledged(self, ack: wire.Ack) -> None:
         if self._update is not None and (ack.job, ack.round) == (self._update.job, self._update.round):

@@ -9,12 +9,13 @@ with those of the method's own functions for all boards, in the order of their n
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -27,27 +28,34 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, DeviceView, LinkError, Profile, Task
+from fedquilt.core import Contribution, DeviceView, LinkError, Method, Profile, Task
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools.bench import protocol_boards, sites_root
+from fedquilt.tools.bench import protocol_boards, sites_root, stitch_boards
 from fedquilt.tools.bench.coordinator import NETWORK
-from fedquilt.tools.bench.protocol_boards import AGAIN_S, Crowd, Moved
+from fedquilt.tools.bench.protocol_boards import AGAIN_S, Crowd, Moved, Sent
 from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.tools.site.virtual import VirtualSite
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 
-METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn", "robust")
+METHODS: Final = ("fedavg", "fedprox", "fedopt", "fednova", "scaffold", "fedbn", "fedstitch", "robust")
+STITCH: Final = "fedstitch"  # as many rounds as its search takes
 SITES, AGENTS, ROUNDS = 20, 1000, 2
 OFFLINE_S: Final = 3600.0
 OFFLINE_ROUNDS: Final = 9
 WORK_S: Final = 600.0  # that boards take for a task while a site is offline; else they answer at once
+SEARCH_MOST: Final = 100  # rounds of a search, which ends by itself
 DEADLINE_S: Final = 1500.0  # of a round; the site that is offline is waited for so long
 MOST_MB: Final = 200.0
-PROFILE: Final = {**protocol_boards.PROFILE, "points": ()}
+ENGINES: Final = {"numpy": "2", "onnx": "1"}
+PROFILE: Final = {**protocol_boards.PROFILE, "points": (), "engines": tuple(ENGINES), "versions": ENGINES}
 
 
 def measure(
-    sites: int = SITES, agents: int = AGENTS, rounds: int = ROUNDS, methods: Sequence[str] = METHODS
+    sites: int = SITES,
+    agents: int = AGENTS,
+    rounds: int = ROUNDS,
+    methods: Sequence[str] = METHODS,
+    features: int = stitch_boards.SMALL,
 ) -> dict[str, Any]:
     """Run a job of each method, and one in which a site is offline for an hour.
 
@@ -55,12 +63,13 @@ def measure(
         sites: number of sites.
         agents: number of boards of each.
         rounds: of each job.
-        methods: whose jobs are run; light boards send a model, so only methods that take one.
+        methods: whose jobs are run: those that take a model, and fedstitch.
+        features: of FedStitch's donors together; with others than the small graph's, they are joined and not stitched.
 
     Raises:
         LinkError: the process of the coordinator above has ended.
     """
-    runs = {name: _run(name, sites, agents, rounds) for name in methods}
+    runs = {name: _run(name, sites, agents, rounds, features=features) for name in methods}
     offline = _run("fedavg", sites, agents, OFFLINE_ROUNDS, work_s=WORK_S)
     odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
     figures = {
@@ -175,6 +184,10 @@ class _Crowd(Crowd):
         self.seats = [_Board(self, number, broker.connect()) for number in range(first, first + count)]
         self.boards = list(self.seats)
 
+    def answer(self, task: Task, number: int) -> Sent:
+        """Update of a board."""
+        return stitch_boards.answer(task.params, number) if task.method == STITCH else super().answer(task, number)
+
 
 class _Board(protocol_boards.Board):
     """A light board on virtual time. An `Endpoint`."""
@@ -226,17 +239,19 @@ class _Board(protocol_boards.Board):
 # -- a run ----------------------------------------------------------------------------------------
 
 
-def _run(method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0) -> dict[str, Any]:
+def _run(
+    method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0, features: int = stitch_boards.SMALL
+) -> dict[str, Any]:
     """Run a job; with `work_s` the first site is offline for an hour after two rounds."""
     broker, begun_s = MemoryBroker(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         home = Path(folder)
-        run = _queued(home, method, sites, rounds)
+        run = _queued(home, method, sites, rounds, features)
         link = broker.connect()
         above = Above(link, home / "above", run)
         stack.callback(above.close)
         seats: list[tuple[MemoryLink, Endpoint]] = [(link, above)]
-        made, boards = [], {}
+        made, numbers = [], dict[str, int]()
         for number in range(sites):
             name = f"site-{number:02d}"
             store = stack.enter_context(Store(home / name, durable=False))
@@ -244,7 +259,7 @@ def _run(method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0)
             made.append(VirtualSite(broker, store, sites_root.FLEET, name))
             seats += made[-1].seats()
             crowd = _Crowd(broker, name, number * agents, agents, work_s)
-            boards[name] = [(board.device, board.number) for board in crowd.boards]
+            numbers |= {board.device: board.number for board in crowd.boards}
             seats += [(board.link, board) for board in crowd.seats]
         if work_s:
             simulate(broker, lambda: seats, lambda: above.committed >= 2)
@@ -258,7 +273,7 @@ def _run(method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0)
         above.close()
         with Store(home / "above") as store:
             facts = [fact for _, _, fact in store.facts(run)]
-            equal, states, answers = _compared(store, method, facts, boards)
+            equal, states, answers = _compared(store, method, facts, numbers)
     return {
         "boards": sites * agents,
         "states": states,
@@ -277,17 +292,21 @@ def _missing(answers: Sequence[int], sites: int) -> int:
     return sum(max(sites - 1 - count, 0) for count in answers) + (sites - answers[-1])
 
 
-def _queued(home: Path, method: str, sites: int, rounds: int) -> str:
-    model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
-    bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
+def _queued(home: Path, method: str, sites: int, rounds: int, features: int) -> str:
     cohort = {"deadline_s": DEADLINE_S, "start_devices": sites, "quorum": (sites - 1) / sites}
     table = {"name": "bench", "method": method, "engine": "numpy", "rounds": rounds, "cohort": cohort}
+    if method == STITCH:
+        stitch_boards.write(home / "bundle", features)
+        table |= {"engine": "onnx", "rounds": SEARCH_MOST, "params": stitch_boards.params(features)}
+    else:
+        model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+        bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
     with Store(home / "above", durable=False) as store:
         return store.add(settings.parse(table), home / "bundle")
 
 
 def _compared(
-    store: Store, method: str, facts: Sequence[AnyFact], boards: Mapping[str, Sequence[tuple[str, int]]]
+    store: Store, method: str, facts: Sequence[AnyFact], numbers: Mapping[str, int]
 ) -> tuple[int, int, list[int]]:
     """How many states are those of the method's own functions, how many there are, and answers of each round."""
     plain, equal, answers = known.load(method), 0, []
@@ -295,20 +314,33 @@ def _compared(
     state: Any = first_state(row.job, bundle.load(row.bundle), plain)
     states = [fact.state for fact in facts if isinstance(fact, Committed)]
     for round, ref in enumerate(states):
-        there = [fact.update.device for fact in facts if isinstance(fact, Answered) and fact.round == round]
+        there = [fact.update.boards for fact in facts if isinstance(fact, Answered) and fact.round == round]
         answers.append(len(there))
-        order = plain.send(state, DeviceView("board", Profile(device="board", **PROFILE)))
-        assert order is not None
-        sent = tensors.encode(order.bundles["model"])  # type: ignore[arg-type]
         total = None
-        for device, number in sorted(each for site in there for each in boards[site]):
-            made = Moved(sent, protocol_boards.step(number)).read(0, len(sent))
-            metrics = protocol_boards.metrics(round)
-            given = Contribution(
-                device, round, protocol_boards.weight(method), metrics, {"model": tensors.decode(made)}
-            )
+        for given in _flat(
+            plain, method, state, round, [(board, numbers[board]) for board in sorted({*itertools.chain(*there)})]
+        ):
             total = plain.fold(state, total, given)
         packed = tensors.pack(plain.step(state, total))
         equal += hashlib.sha256(packed).hexdigest() == ref.sha256
         state = tensors.unpack(packed, plain.state)
     return equal, len(states), answers
+
+
+def _flat(
+    plain: Method, method: str, state: Any, round: int, boards: Sequence[tuple[str, int]]
+) -> Iterator[Contribution]:
+    """What these boards send in a round."""
+    payload = b""
+    for device, number in boards:
+        order = plain.send(state, DeviceView(device, Profile(device=device, **PROFILE)))
+        assert order is not None
+        if method == STITCH:
+            made = stitch_boards.answer(order.params, number)
+            read = {name: blob.read(0, blob.ref.size) for name, blob in made.bundles.items()}
+            weight, told = made.weight, made.metrics
+        else:
+            payload = payload or tensors.encode(order.bundles["model"])  # type: ignore[arg-type]
+            read = {"model": Moved(payload, protocol_boards.step(number)).read(0, len(payload))}
+            weight, told = protocol_boards.weight(method), protocol_boards.metrics(round)
+        yield Contribution(device, round, weight, told, {name: tensors.decode(each) for name, each in read.items()})

@@ -18,6 +18,7 @@ from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import Committed
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import LARGE_BYTES, Here
 from fedquilt.transport.link import Message
 
 FLEET: Final = "root"
@@ -106,7 +107,7 @@ def main(home: str, run: str) -> int:
         if not store.lock():
             return 1
         executor = OverLink(link, FLEET, store.depot, store.next_epoch())
-        server = Server(executor, store, observe, only=run)
+        server = Server(executor, store, observe, only=run, worker=Here(LARGE_BYTES))
         while (turn := receive(sys.stdin.buffer, Turn)) is not None:
             link.inbox += [Message(*each) for each in turn.messages]
             due_s = server.step(turn.now_s)

@@ -10,6 +10,7 @@ from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.serving import Observe
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.worker import LARGE_BYTES, Here
 from fedquilt.edge_agent import settings
 from fedquilt.tools.site.agent import SiteAgent
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink
@@ -65,7 +66,8 @@ class VirtualSite:
             agent.observe(job, fact)
 
         executor = OverLink(self.down, name, store.depot, store.next_epoch())
-        agent.serves(Server(executor, store, noted, around=sites.below))
+        worker = Here(LARGE_BYTES)
+        agent.serves(Server(executor, store, noted, around=sites.below, by_wall=True, worker=worker))
 
     def seats(self) -> list[tuple[MemoryLink, Endpoint]]:
         """Its coordinator and its agent, as `simulate` takes them."""

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +19,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import facts, passed, rounds, settings, sites
+from fedquilt import bundle, methods, tensor_files, tensors
+from fedquilt.coordinator import facts, mending, passed, rounds, settings, sites
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
@@ -87,7 +86,6 @@ class _Log:
 
     def __init__(self) -> None:
         self.last: facts.Started | facts.Committed | None = None
-        self.opened_at: float | None = None  # of that round, by the wall clock here; None: no board was asked yet
         self.halted = False  # whether it was stopped here by request, and not resumed since
         self.updates: dict[str, Update] = {}  # of the round that began last: updates that count, by board
         self.refusals: dict[str, str] = {}  # board -> reason of its refusal, or of its update's
@@ -100,16 +98,14 @@ class _Log:
 
     def read(self, store: Store, id: str) -> _Log:
         """Go on to the log's end."""
-        for seq, at, fact in store.facts(id, self._seq):
+        for seq, _, fact in store.facts(id, self._seq):
             self._seq = seq
             match fact:
                 case facts.Started():
-                    self.last, self.halted, self.opened_at = fact, False, None
+                    self.last, self.halted = fact, False
                     self.updates, self.refusals = {}, {}
                 case facts.Committed():
                     self.last = fact
-                case facts.Reopened() | facts.Asked():
-                    self.opened_at = at if isinstance(fact, facts.Reopened) else self.opened_at or at
                 case facts.Answered():
                     self.updates[fact.update.device] = fact.update
                 case facts.Lost():
@@ -139,7 +135,6 @@ class SiteWorker:
 
     def __init__(self, store: Store, board: Site, quorum: float = 0.5) -> None:
         self._store, self._board, self._quorum = store, board, quorum
-        self._going_on = {row.id for row in store.jobs() if row.status == "running"}  # with rounds that began earlier
         self._order: Order | None = None
         self._begun_s = 0.0
         self._asked = False  # whether the store has the round of the order
@@ -161,7 +156,6 @@ class SiteWorker:
 
     def poll(self, now_s: float) -> list[Event]:
         """The outcome, once the round has been committed or has failed."""
-        self._go_on(now_s)
         self._halt()
         if self._left is not None:
             self._stop(self._left.task.job)
@@ -176,7 +170,7 @@ class SiteWorker:
                 self._outcome = self._begin(order)
             except FedquiltError as error:
                 self._outcome = Outcome(code="failed", reason=str(error)[:1000])
-        elif not self._asked and self._outcome is None:
+        elif not self._asked and self._outcome is None and not self._goes_on(order):
             self._stop(order.task.job)
         if self._outcome is None or self.server.job(order.task.job) is not None:
             return []
@@ -230,21 +224,6 @@ class SiteWorker:
     def _is_ordered(self, id: str) -> bool:
         return self._order is not None and id == self._order.task.job
 
-    def _go_on(self, now_s: float) -> None:
-        """Take what has passed of a round that is taken up again, by the wall clock here, off its deadline.
-
-        Where that clock says that the round began later than now, or is over, the round has its whole deadline again.
-        """
-        for id in sorted(self._going_on):
-            job = self.server.job(id)
-            if job is None:
-                continue
-            self._going_on.discard(id)
-            at, now = self._log(id).opened_at, job.rounds
-            passed_s = 0.0 if at is None else time.time() - at
-            if now.phase == "open" and now.ordered is not None and 0 < passed_s < now.deadline_s:
-                job.rounds = msgspec.structs.replace(now, opened_s=min(now.opened_s, now_s - passed_s))
-
     def _stop(self, id: str) -> None:
         if self._store.status(id) in ("queued", "running"):
             self._stopping.add(id)
@@ -258,6 +237,18 @@ class SiteWorker:
             self._store.append(id, facts.Noted(HALTED))
             if self._is_ordered(id) and self._outcome is None:
                 self._asked, self._outcome = True, Outcome(code="failed", reason=HALTED)
+
+    def _goes_on(self, order: Order) -> bool:
+        """Whether the order's round is at work, as an earlier process began it."""
+        job = self.server.job(order.task.job)
+        if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
+            return False
+        with contextlib.suppress(FedquiltError):  # who begins with the order tells it
+            here = job.rounds.ordered is not None and job.rounds.round == order.task.round
+            self._asked = here and self._same(
+                job.rounds.state, sites.given(tensors.read(Path(order.bundles[sites.STATE])))
+            )
+        return self._asked
 
     def _begin(self, order: Order) -> Outcome | None:
         """Have the round carried out; an outcome if that has happened already.
@@ -284,7 +275,6 @@ class SiteWorker:
             if isinstance(known.last, facts.Committed) and known.last.round == task.round:
                 return self._answer(id, known.last)
             if isinstance(known.last, facts.Started) and known.last.begins == task.round:
-                self._going_on.add(id)
                 self._resume(id)
                 return None
         if known.last is not None and known.round > task.round:
@@ -314,8 +304,13 @@ class SiteWorker:
 
     def _same(self, ref: BlobRef, given: sites.Given) -> bool:
         """Whether the job's state is of this state from above."""
-        payload = self._store.depot.load(ref.sha256)
-        return payload is not None and np.array_equal(tensors.unpack(payload, sites.Given).inner, given.inner)
+        found = self._given(ref)
+        return found is not None and np.array_equal(found.inner, given.inner)
+
+    def _given(self, ref: BlobRef) -> sites.Given | None:
+        """A state of a site's job, whose sum stays on the disk if it is large; None: it is gone, or damaged."""
+        path, disk = self._store.depot.file(ref.sha256), self._store.depot.disk
+        return None if path is None else tensor_files.read_state(path, sites.Given, disk, mending.WHOLE_BYTES)
 
     def _job(self, table: Mapping[str, Any]) -> Job:
         """The job of the coordinator above as one of this, in whose rounds every board here is asked."""
@@ -335,9 +330,9 @@ class SiteWorker:
 
     def _answer(self, id: str, fact: facts.Committed) -> Outcome:
         """The outcome of a committed round: what it has brought, and what its boards took, as the log tells."""
-        order, payload, known = self._order, self._store.depot.load(fact.state.sha256), self._log(id)
+        order, brought, known = self._order, self._given(fact.state), self._log(id)
         assert order is not None
-        if payload is None:
+        if brought is None:
             return Outcome(code="failed", reason="what the site's round has brought is gone from its disk")
         used = [update.usage for update in known.updates.values()]
         joules = [usage.energy_j for usage in used if usage.energy_j is not None]
@@ -346,7 +341,7 @@ class SiteWorker:
         if "work" in order.task.actions:
             out = Path(order.out)
             out.mkdir(parents=True, exist_ok=True)
-            for name, sent in self._brought(tensors.unpack(payload, sites.Given), sorted(known.updates)):
+            for name, sent in self._brought(brought, sorted(known.updates)):
                 refs[name] = ref = outputs.write_tensors(out / f"{order.prefix}bundle", sent)
                 os.replace(out / f"{order.prefix}bundle", out / f"{order.prefix}{ref.sha256}")
         return Outcome(
@@ -363,11 +358,8 @@ class SiteWorker:
 
     def _brought(self, state: sites.Given, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
         """Bundles of the site's update: the sum of these boards, or their updates."""
-        if len(state.total):
-            yield (
-                passed.SUM,
-                {"packed": state.total, passed.TABLE: passed.table([passed.Part(each) for each in boards])},
-            )
+        if state.form:
+            yield passed.SUM, passed.summed(state.total, state.form, boards)
             return
         yield from passed.bundled(
             [Contribution(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]

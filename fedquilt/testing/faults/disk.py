@@ -80,6 +80,10 @@ class SimDisk(Disk):
         for lock in self._held:
             lock.close()
 
+    def wall_s(self) -> float:
+        """See `Disk`."""
+        return self.platter.wall_ns() / 1e9
+
     # -- what is there --
 
     def stat(self, path: Place) -> Found | None:

@@ -239,7 +239,8 @@ class CoordinatorSide(Side):
         link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         self._worker = Beside(self._beside_s, lambda: self.broker.now_s)
-        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0, limits=FEW, worker=self._worker)
+        given = executor, self.store, self.observe, None, self.load, 30.0, FEW
+        return Server(*given, worker=self._worker, by_wall=True)
 
     def step(self, now_s: float) -> None:
         """See `Side`; also when the worker has done something."""

@@ -1,0 +1,62 @@
+"""Sites whose sums are large: they lie on the disk on both sides, and go up in turn."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import carried
+import msgspec
+import pytest
+from sited import federation
+
+from fedquilt.blobs.queueing import Queue
+from fedquilt.coordinator import mending, summing
+from fedquilt.coordinator.facts import Rejected
+from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.on_disk import Scratch
+from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.site import virtual
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Everything is large; devices that have had to wait for their turn."""
+    found: set[str] = set()
+
+    def begin(queue: Queue, now_s: float) -> list[str]:
+        begun = plain(queue, now_s)
+        found.update(f"site-{number}" for number in range(4) if math.isinf(queue.held_s(f"site-{number}")))
+        return begun
+
+    plain = Queue.begin
+    monkeypatch.setattr(Queue, "begin", begin)
+    monkeypatch.setattr(virtual, "LARGE_BYTES", 0)
+    monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
+    for module in (mending, summing):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+    return found
+
+
+def played(name: str, folder: Path, split: tuple[int, ...]) -> list[bytes]:
+    """States of a method's rounds by sites of so many of its four boards, or flat."""
+    given = carried.plan(name, folder)
+    cohort = Cohort(start_devices=len(split) or 4, min_devices=2, deadline_s=60)
+    job = msgspec.structs.replace(given.job, cohort=cohort)
+    with federation(Plan(job, given.bundle, given.home), split, limits=Limits(waiting_mb=0)) as made:
+        assert made.play() == "done", made.facts[-1]
+        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
+        return made.states
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "afl", "fedstitch", "robust"])
+def test_sites_with_large_sums_wait_for_their_turn_and_come_to_the_bits_of_all_boards(
+    tmp_path: Path, name: str, waited: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sites, whose sums, states and updates are for the worker, and on the disk where they are mappings."""
+    sited = played(name, tmp_path / "sited", (2, 1, 1))
+    assert waited
+    monkeypatch.undo()
+    assert sited == played(name, tmp_path / "flat", ())
