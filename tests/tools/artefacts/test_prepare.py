@@ -53,7 +53,7 @@ def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
 def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask for torch first would bring 2 GB, and the same mistake."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ModelError, match="'mpl'.*did you mean 'mlp'"):
+    with pytest.raises(ModelError, match=r"'mpl'.*did you mean 'mlp'"):
         prepare({"model": {"name": "mpl", "inputs": 4, "hidden": [3], "classes": 2}}, tmp_path)
 
 
