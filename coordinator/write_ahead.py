@@ -11,14 +11,12 @@ others from making that index anew while it is used, all end when the process cl
 from __future__ import annotations
 
 import logging
+import sqlite3
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fedquilt.disk import Disk
-
-if TYPE_CHECKING:
-    import sqlite3
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -57,10 +55,18 @@ class Log(NamedTuple):
         return False
 
     def report(self, disk: Disk, db: sqlite3.Connection) -> None:
-        """Keep a copy of what SQLite, which has opened the log, has not taken up, and say so."""
+        """Keep a copy of what SQLite, which has opened the log, has not taken up, and say so.
+
+        On a full disk the next opening does so: a checkpoint has no room there, and who reads needs none.
+        """
         if not self.committed:
             return
-        _, taken, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # frames; -1: another process is at it
+        try:
+            _, taken, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # -1: another process is at it
+        except sqlite3.OperationalError as error:
+            if "is full" not in str(error):
+                raise
+            return
         if taken >= 0 and (lost := self.lost(disk, taken)):
             aside = self.path.with_name(f"{self.path.name}.damaged")
             disk.write(aside, disk.read(self.path))

@@ -104,9 +104,12 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
     if step == "keep" and held is not None:
         return f"{settings.device} is enrolled, until {_day(held.ends)}"
     if step is None:
-        ended = f"its certificate expired on {_day(held.ends)}" if held else "it has no certificate"
+        ended, mend = "it has no certificate", ""
+        if held is not None:
+            ended = f"its certificate expired on {_day(held.ends)} by this board's clock, which says {_day(now)},"
+            mend = "set the clock if it is wrong, else "
         raise JobError(
-            f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: `fedquilt enrol token "
+            f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: {mend}`fedquilt enrol token "
             f"{settings.device}` on the operator's machine makes one"
         )
     if settings.enrol.url is None:

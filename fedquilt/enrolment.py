@@ -23,6 +23,7 @@ PORT: Final = 8884  # beside MQTT's 8883
 ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
 MAX_BODY: Final = 16 * 1024  # bytes, either way
 DUE_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
+SOON_S: Final = 30 * 86400.0  # so long before its end a certificate is named that nothing renews by itself
 
 Pem = Annotated[str, Meta(max_length=8 * 1024)]
 

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, Work
+from fedquilt.edge_agent.devices.sensors.meters import MOST_W
 from fedquilt.edge_agent.power import energy, governor
 from fedquilt.edge_agent.power.learned import Latest, Learned, Seen, highest, taught
 
@@ -241,4 +242,4 @@ class Pacer:
 def _most_w(points: Sequence[OperatingPoint]) -> float:
     """Power above which a meter of this board cannot be right."""
     known = [point.busy_w for point in points if point.busy_w]
-    return PEAK * max(known) if known else energy.MOST_W
+    return PEAK * max(known) if known else MOST_W

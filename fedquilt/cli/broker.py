@@ -46,7 +46,7 @@ def broker(context: click.Context, host: str, port: int, password_file: Path | N
 @option(
     "--installed", metavar="DIR", help="Path that the folder will have on the broker's machine (default: one in /etc)."
 )
-@option("--listen", type=options.POSITIVE, default=8883, metavar="PORT", help="TLS port of the broker.")
+@option("--listen", type=options.PORT, default=8883, metavar="PORT", help="TLS port of the broker.")
 @option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
 @options.authority
 def config(

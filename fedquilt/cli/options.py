@@ -81,6 +81,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    value: int = _number(text, int)
+    if not 0 < value < 65536:
+        raise ValueError(f"{value} is no port: 1 to 65535")
+    return value
+
+
 def _above_0(text: str) -> float:
     value: float = _number(text, float)
     if not 0 < value < float("inf"):
@@ -104,6 +111,7 @@ def _name(text: str) -> str:
 PATH: Final = File()
 FOLDER: Final = File(file_okay=False)
 POSITIVE: Final = Checked("n", _positive)
+PORT: Final = Checked("port", _port)
 ABOVE_0: Final = Checked("x", _above_0)
 SECONDS: Final = Checked("s", _seconds)
 NAME: Final = Checked("name", _name)

@@ -47,7 +47,8 @@ class StrangeSessionError(WireError):
 
     def __init__(self, session: str) -> None:
         super().__init__(
-            "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
+            "stale: it is sealed under another session than there is now: it is late, replayed, or of a second "
+            "board with this one's name and certificate, as a copied card has"
         )
         self.session = session  # its name
 

@@ -20,6 +20,7 @@ import math
 import os
 import secrets
 import ssl
+import time
 from collections.abc import Sequence
 from typing import Annotated, Final, cast
 
@@ -28,7 +29,7 @@ from msgspec import Meta
 
 from fedquilt.core import UNDECODABLE, Count, JobError, WireError
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt_errors import why
+from fedquilt.transport.mqtt_errors import OUT_OF_DATE, why
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
 OBSERVER: Final = "observer"  # the organisational unit in the certificate of who only watches
@@ -75,8 +76,8 @@ class Identity:
         """
         return self._context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
 
-    def require_coordinator(self) -> None:
-        """Check that boards will take this certificate for the coordinator's.
+    def require_coordinator(self) -> float:
+        """Check that boards will take this certificate for the coordinator's; returns its end, seconds since 1970.
 
         Raises:
             JobError: they will not; says what is wrong with it.
@@ -90,6 +91,7 @@ class Identity:
             raise JobError(f"no board will take {self._cert} for the coordinator's ({error}): {_ISSUE}") from None
         if theirs.peer != COORDINATOR:
             raise JobError(f"{self._cert} is the certificate of {theirs.peer!r}, not of {COORDINATOR!r}: {_ISSUE}")
+        return float(ssl.cert_time_to_seconds(theirs.ends))
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         try:
@@ -171,6 +173,11 @@ class Handshake:
         """The common name in the other side's certificate; "": it has none, or is an observer's."""
         return peer_of(self._tls)
 
+    @property
+    def ends(self) -> str:
+        """When the other side's certificate ends, as Python's `ssl` says it."""
+        return str((self._tls.getpeercert() or {}).get("notAfter", ""))
+
 
 def peer_of(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
     """The common name in the other side's certificate; "": it has none, or is an observer's."""
@@ -218,6 +225,9 @@ class Session:
 
 def _said(error: ssl.SSLError) -> str:
     said = getattr(error, "verify_message", "") or why(error)
+    if getattr(error, "verify_code", 0) in OUT_OF_DATE:
+        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        said = f"{said} by the clock here, which says {now}: set the clock, or renew the certificate of the other side"
     return f"the handshake failed: {said}"
 
 

@@ -20,10 +20,11 @@ TOO_LARGE: Final = 149
 NOT_AUTHORIZED: Final = 135
 _CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
 _TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
-_OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _REFUSED: Final = {
     "certificate expired": "renew it: `fedquilt enrol board` on a board, `fedquilt ca issue` for the coordinator",
-    "certificate revoked": "it was revoked on purpose; if this side is to come back, enrol it with a new key",
+    "certificate revoked": "it was revoked on purpose; if this side is to come back, remove its key and certificate, "
+    "and enrol it with a new token",
 }
 _OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
@@ -51,7 +52,7 @@ def unreachable(broker: Broker, error: Exception) -> DialError:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
             return DialError(f"the certificate of {broker} is for another name: use the name it was made for", True)
-        if error.verify_code in _OUT_OF_DATE:
+        if error.verify_code in OUT_OF_DATE:
             said = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
             return DialError(f"{said}: set the clock, or renew the broker's certificate")
         given = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
@@ -132,7 +133,7 @@ def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) ->
         return DialError(f"no sign of life from {broker}: check the network")
     said = f" ({reason})" if code > UNSPECIFIED else ""
     if again:
-        mend = f"check that no other client uses the id {client_id!r}, and the broker's log"
+        mend = f"check that no other client uses the id {client_id!r}, as a copied card does, and the broker's log"
         return DialError(f"{broker} soon closes each connection{said}: {mend}")
     return DialError(f"{broker} closed the connection{said}: check that it still runs")
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from fedquilt import wire
+from fedquilt import enrolment, wire
 from fedquilt.core import JobError, WireError
 from fedquilt.transport import envelope
 from fedquilt.transport.envelope import StrangeSessionError, UnsignedError
@@ -35,8 +35,8 @@ class FleetLink(Sealed):
     """
 
     def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float] = time.monotonic) -> None:
-        identity.require_coordinator()
         super().__init__(link, identity, fleet, clock)
+        self._say_end()
         self._epoch = 0  # as the coordinator has announced it
         self._keys: dict[str, Session] = {}  # by device
         self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
@@ -76,7 +76,24 @@ class FleetLink(Sealed):
                 if isinstance(error, StrangeSessionError) and not message.retained:
                     self._ask_if_unknown(route.device)
         self._tell_refused()
+        if self._clock() >= self._told_s + RENEW_S:
+            try:
+                self._say_end()
+            except JobError as error:
+                log.warning("%s", error)
         return taken
+
+    def _say_end(self) -> None:
+        """Log once a day that the certificate ends soon: boards renew theirs, and nothing renews the coordinator's."""
+        self._told_s = self._clock()
+        ends_s = self._identity.require_coordinator()
+        if ends_s - time.time() < enrolment.SOON_S:  # certificates go by the wall clock, of which ssl asks the system
+            day = time.strftime("%Y-%m-%d", time.gmtime(ends_s))
+            log.warning(
+                "no board takes this coordinator's certificate after %s: `fedquilt ca issue coordinator` on the "
+                "authority's machine makes another, which is taken up without a restart",
+                day,
+            )
 
     def _take(self, route: wire.Route, message: Message) -> Message | None:
         if route.direction != "up" or route.leaf == "chunk":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored_job import JOB
@@ -81,6 +83,29 @@ def test_a_log_that_another_process_is_writing_is_no_damaged_one(
         writer.append(run, Asked(0, 0, ("x",)))
         before.report(REAL, writer._db)
     assert caplog.text == ""
+
+
+class Full(sqlite3.Connection):
+    """A connection to a database on a full disk, as SQLite 3.40 answered on one: a checkpoint has no room."""
+
+    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
+        if "wal_checkpoint" in sql:
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *given)
+
+
+class FullDisk(Disk):
+    """A disk without room."""
+
+    def connect(self, path: Place) -> sqlite3.Connection:
+        return sqlite3.connect(path, isolation_level=None, factory=Full)
+
+
+def test_runs_can_be_looked_at_on_a_full_disk(tmp_path: Path) -> None:
+    """`ls`, `why`, `logs` and `backup` open the home, and need no room there."""
+    home, run = killed(tmp_path)
+    with Store(home, disk=FullDisk()) as store:
+        assert len(list(store.facts(run))) == 11
 
 
 def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> None:

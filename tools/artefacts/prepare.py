@@ -144,6 +144,7 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
         network["input"] = msgspec.to_builtins(wanted)
     if drawn.can(network, table.get("weights")) and "weights_classes" not in table:
         return _drawn(network, int(table.get("seed", 0)))
+    registry.needs(network)  # refuses an unknown name, also where torch is missing
     import torch
 
     from fedquilt.models.networks import calls, layer_costs

@@ -200,5 +200,5 @@ def _coordinators(table: Mapping[str, Any], wanted: Wanted, clock_s: float, time
             seen, devices = rights.observer(link, wanted.fleet, str(held and held.name), timer)
             return [*found, *rights.judge_observer(seen, devices, broker)]
         own = signing.identity(broker)
-        found.append(own if isinstance(own, Finding) else signing.coordinator(own))
+        found.append(own if isinstance(own, Finding) else signing.coordinator(own, clock_s))
         return [*found, *rights.judge_coordinator(rights.coordinator(link, wanted.fleet, timer), broker)]

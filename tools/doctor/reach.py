@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from fedquilt import enrolment
 from fedquilt.core import FedquiltError, LinkError
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
@@ -23,8 +24,8 @@ from fedquilt.transport.mqtt_errors import unreachable
 from fedquilt.wire import MAX_CONTROL
 
 STEP_S: Final = 3.0  # for a port, and for TLS
+ALERT_S: Final = 0.5  # for a refusal of our certificate
 WORD_S: Final = 4.0  # for the broker's answer
-SOON_S: Final = 14 * 86400.0
 LEAST_PAYLOAD: Final = 16 * 1024  # bytes: below it not even a task is sure to pass
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _OTHER_NAME: Final = frozenset({62, 64})
@@ -66,6 +67,8 @@ def _tls(broker: Broker, line: socket.socket, clock_s: float, timer: Timer) -> F
         line.settimeout(timer.left_s(STEP_S))
         with broker.context().wrap_socket(line, server_hostname=broker.host) as secure:
             held = certificate.parse(secure.getpeercert(binary_form=True) or b"")
+            if broker.cert is not None and (refusal := _alert(secure, timer)) is not None:
+                return error("FQ408", str(unreachable(broker, refusal)), _let_in(broker))
     except ssl.SSLCertVerificationError as problem:
         return _untrusted(broker, problem, show)
     except OSError as problem:
@@ -74,13 +77,25 @@ def _tls(broker: Broker, line: socket.socket, clock_s: float, timer: Timer) -> F
         return error("FQ403", str(problem), "correct [broker]")
     except ValueError as problem:
         return warning("FQ403", f"the certificate of {broker} cannot be read: {problem}", show)
-    if held.ends_s - clock_s < SOON_S:
+    if held.ends_s - clock_s < enrolment.SOON_S:
         return warning(
             "FQ407",
             f"the certificate of {broker} ends on {day(held.ends_s)}",
             "fedquilt broker config again on the authority's machine, and copy its files to the broker",
         )
     return ok("FQ403", f"the certificate of {broker} is to be trusted, until {day(held.ends_s)}")
+
+
+def _alert(secure: ssl.SSLSocket, timer: Timer) -> ssl.SSLError | None:
+    """The broker's refusal of our certificate, which TLS 1.3 checks after the handshake; None: it waits for CONNECT."""
+    secure.settimeout(timer.left_s(ALERT_S))
+    try:
+        secure.recv(1)
+    except ssl.SSLError as refusal:
+        return refusal
+    except OSError:  # it has said nothing so far
+        pass
+    return None
 
 
 def _untrusted(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Finding:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from fedquilt import enrolment
 from fedquilt.core import JobError
 from fedquilt.tools.doctor import reach
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
+from fedquilt.tools.doctor.identity import day
 from fedquilt.tools.doctor.reach import Timer
 from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
@@ -16,6 +18,7 @@ from fedquilt.transport.mqtt import MqttLink
 from fedquilt.transport.sealed import BoardLink
 
 ANSWER_S: Final = 2.5  # for a handshake
+ISSUE: Final = "fedquilt ca issue coordinator, on the authority's machine"
 _ENROL: Final = "fedquilt ca and fedquilt enrol give both sides a certificate (docs/security.md)"
 
 
@@ -48,10 +51,12 @@ def device(link: MqttLink, own: Identity, fleet: str, name: str, online: bool | 
     return error("FQ414", said, "look into the coordinator's log, which says why it refuses a device")
 
 
-def coordinator(own: Identity) -> Finding:
-    """Whether boards will take the certificate for the coordinator's."""
+def coordinator(own: Identity, clock_s: float) -> Finding:
+    """Whether boards will take the certificate for the coordinator's, and for how long."""
     try:
-        own.require_coordinator()
+        ends_s = own.require_coordinator()
     except JobError as problem:
-        return error("FQ414", str(problem), "fedquilt ca issue coordinator, on the authority's machine")
+        return error("FQ414", str(problem), ISSUE)
+    if ends_s - clock_s < enrolment.SOON_S:
+        return warning("FQ414", f"signed: no board takes the coordinator's certificate after {day(ends_s)}", ISSUE)
     return ok("FQ414", "signed: boards will take the certificate for the coordinator's")

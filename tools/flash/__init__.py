@@ -72,6 +72,11 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         board = coordinator.read(what.settings)
     else:
         board = bundle.board(what.settings, what.device, what.token, what.budget, what.labels)
+        if board.enrols and not board.files.keys() & {"token", "device.crt"}:
+            say(
+                f"without --token {board.device} enrols only if it was enrolled before: "
+                f"`fedquilt enrol token {board.device} --out FILE` makes one"
+            )
     brings = _brings(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:

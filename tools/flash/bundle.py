@@ -117,6 +117,8 @@ def board(
         profiles.parse(files["profile.toml"].decode(errors="replace"), known.profile)
     if token is not None:
         files["token"] = _read(token)
+        if not re.fullmatch(rb"[A-Za-z0-9_-]+\s*", files["token"]):
+            raise JobError(f"{token} holds no token: `fedquilt enrol token {known.device} --out FILE` writes one")
     for place in _places(table.get("data", {})):
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")

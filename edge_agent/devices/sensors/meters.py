@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from fedquilt.core import Meter, Power
@@ -15,6 +16,8 @@ from fedquilt.core import Meter, Power
 log = logging.getLogger("fedquilt.devices")
 
 WIDTH: Final = {"board": 0, "processor": 1, "rail": 2}  # widest first
+MOST_W: Final = 2000.0  # no board draws more
+SLOW_S: Final = 1.0  # `read` has to return at once: the agent's loop, its broker included, waits for it
 PATIENCE_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
 
 
@@ -23,13 +26,19 @@ class Widest:
 
     A meter that covers the board goes before one that covers the processor alone; among equally wide ones, the first
     given. A meter of a rail is never taken for the board: its power stands among the rails. All are read each time,
-    as counters wrap. A meter that fails is reported once and passed over.
+    as counters wrap. A meter that fails is reported once and passed over; one that is slow is reported once.
+
+    Args:
+        meters: of one board.
+        clock: seconds, by which a reading's time is taken.
     """
 
-    def __init__(self, meters: Iterable[Meter]) -> None:
+    def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._meters = sorted(meters, key=lambda meter: WIDTH[meter.covers])
         self._answered_s: dict[int, float] = {}  # place in the list -> time of its last value
         self._failed: set[int] = set()  # places of meters whose failure has been reported
+        self._slow: set[int] = set()  # places of meters whose slowness has been
 
     def read(self, now_s: float) -> Power:
         """The energy and power of the widest meter that answers, with the rails of all.
@@ -54,9 +63,11 @@ class Widest:
     def _read(self, place: int, meter: Meter, now_s: float) -> Power:
         """Values of a meter; impossible numbers become unknown."""
         try:
+            begun_s = self._clock()
             power = meter.read(now_s)
-            rails_w = {label: watts for label, watts in power.rails_w.items() if plausible(watts) is not None}
-            return Power(plausible(power.total_w), power.source, rails_w, plausible(power.energy_j))
+            self._timed(place, meter, self._clock() - begun_s)
+            rails_w = {label: watts for label, watts in power.rails_w.items() if plausible(watts, MOST_W) is not None}
+            return Power(plausible(power.total_w, MOST_W), power.source, rails_w, plausible(power.energy_j))
         except Exception as error:  # code from outside may raise anything; the board's task continues
             if place not in self._failed:
                 self._failed.add(place)
@@ -64,10 +75,19 @@ class Widest:
                 log.warning("the meter %s fails and is passed over: %s: %s", name, type(error).__name__, error)
             return Power()
 
+    def _timed(self, place: int, meter: Meter, seconds: float) -> None:
+        if seconds > SLOW_S and place not in self._slow:
+            self._slow.add(place)
+            log.warning(
+                "the meter %s took %.1f s to answer, for which the agent answered nobody: let it ask in a thread "
+                "(docs/add-a-sensor.md)",
+                *(type(meter).__name__, seconds),
+            )
 
-def plausible(value: float | None) -> float | None:
-    """The number, or None if it is negative or not finite."""
-    return value if value is not None and math.isfinite(value) and value >= 0 else None
+
+def plausible(value: float | None, most: float = math.inf) -> float | None:
+    """The number, or None if it is negative, not finite or above `most`."""
+    return value if value is not None and math.isfinite(value) and 0 <= value <= most else None
 
 
 class Rate:

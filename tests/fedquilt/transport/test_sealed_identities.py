@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
         posing = Identity(site.broker(name, kind))
         with pytest.raises(JobError, match="ca issue coordinator"):
             FleetLink(MemoryBroker().connect(), posing, "f")
-        posing.require_coordinator = lambda: None  # type: ignore[method-assign]
+        posing.require_coordinator = lambda: math.inf  # type: ignore[method-assign]
         fleet = Fleet.__new__(Fleet)
         fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
         fleet.identities = {"coordinator": posing}
@@ -98,3 +99,21 @@ def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Cer
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
+
+
+def test_a_coordinator_says_in_time_that_its_certificate_ends(
+    site: Certified, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its start and once a day: nothing renews it by itself, and without it every board is shut out."""
+    fleet = Fleet(site)
+    assert "no board takes" not in caplog.text
+    site.files("coordinator", "coordinator", days_ago=705)
+    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.run()
+    said = [line for line in caplog.messages if "no board takes this coordinator's certificate after 20" in line]
+    assert len(said) == 1
+    assert "`fedquilt ca issue coordinator`" in said[0]
+    site.files("coordinator", "coordinator", days_ago=735)
+    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.run()
+    assert "certificate has expired by the clock here, which says 20" in caplog.messages[-1]

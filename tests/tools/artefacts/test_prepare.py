@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
     wanted = {name: value.numpy() for name, value in registry.load(network, seed=7).state_dict().items()}
     assert tensors.encode(made.load("model")) == tensors.encode(wanted)
     assert masks.from_array(made.load("masks")["json"]).widths == {"1": 3}  # the hidden neurons
+
+
+def test_a_misspelt_network_is_named_where_torch_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask for torch first would bring 2 GB, and the same mistake."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModelError, match=r"'mpl'.*did you mean 'mlp'"):
+        prepare({"model": {"name": "mpl", "inputs": 4, "hidden": [3], "classes": 2}}, tmp_path)
 
 
 def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:

@@ -49,10 +49,10 @@ class Site:
         lines = [f"{key} {changed.get(key, value)}" for key, _, value in (line.partition(" ") for line in self.lines)]
         return self.start(*lines).url.replace("mqtt://", "mqtts://")
 
-    def certified(self, name: str, kind: Any = "device") -> dict[str, str]:
+    def certified(self, name: str, kind: Any = "device", days: float | None = None) -> dict[str, str]:
         key = ec.generate_private_key(ec.SECP256R1())
         with self.authority.register.together():
-            issued = self.authority.sign(name, kind, key.public_key(), clock_s())
+            issued = self.authority.sign(name, kind, key.public_key(), clock_s(), days=days)
         (self.folder / f"{name}.crt").write_text(issued.pem)
         (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
         (self.folder / f"{name}.key").chmod(0o600)
@@ -292,6 +292,28 @@ def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., A
     assert bad(found) == []
     assert "runs here" in found[-1].sentence
     assert "fedquilt-doctor" not in broker.log()
+
+
+def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
+    board: Any, site: Site, stranger: Any
+) -> None:
+    """As a revoked one is; no message is sent, and the agent stays connected."""
+    from fedquilt.edge_agent.state import Local
+
+    url = site.serve()
+    with contextlib.closing(Local(board.root / "var/lib/fedquilt").lock()):
+        assert bad(asked(board, url=url, **site.certified("orin-07"))) == []
+        cert, key = map(str, stranger.issue("orin-07"))
+        found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=cert, key=key)
+    assert bad(found) == [("FQ408", "error")]
+    assert "refuses" in last(found).sentence
+
+
+def test_a_coordinators_certificate_that_ends_soon_is_found(site: Site, tmp_path: Path) -> None:
+    """Nothing renews it by itself."""
+    wanted = Wanted(broker={"url": site.serve(), **site.certified("coordinator", "coordinator", 20)}, root=tmp_path)
+    found = doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0)
+    assert bad(found) == [("FQ414", "warning")]
 
 
 def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> None:

@@ -136,6 +136,13 @@ def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
         told(site, URL, None, site / "token")
 
 
+def test_another_file_is_no_token(site: Path) -> None:
+    """The board would find that out at its first boot, where nobody looks."""
+    (site / "token").write_text('device = "orin-07"\n')
+    with pytest.raises(JobError, match="holds no token: `fedquilt enrol token"):
+        told(site, f'{URL}ca = "ca.crt"\n{ENROL}', None, site / "token")
+
+
 def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     """Their commands are ones of fedquilt; the key is root's, and reaches the service as a credential."""
     made = serving(site, '[enrol]\nhosts = ["hub.site", "10.0.0.1"]\nport = 9000\n')

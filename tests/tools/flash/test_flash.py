@@ -12,6 +12,7 @@ import pytest
 from boards import AARCH64, ELF, PYTHON, TARGET, X86_64, plant, snapshot, wheel
 
 from fedquilt import cli
+from fedquilt.tools.identity.authority import Authority, clock_s
 
 pytestmark = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
 
@@ -38,6 +39,20 @@ def test_a_dry_run_into_a_root_leaves_it_empty(place: Path, capsys: pytest.Captu
     assert flash("--rootfs", "board", "--dry-run") == 0
     assert "would write /etc/fedquilt/agent.toml" in capsys.readouterr().out
     assert snapshot(place / "board") == before
+
+
+def test_a_board_that_enrols_is_not_flashed_without_a_word_when_its_token_is_missing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could not enrol at its first boot; one that has enrolled before needs none."""
+    Authority.create(place / "authority", "site", clock_s())
+    enrols = '[broker]\nurl = "mqtts://hub"\nca = "authority/ca.crt"\n[enrol]\nurl = "https://hub:8884"\n'
+    (place / "agent.toml").write_text(f'device = "orin-07"\nhome = "home"\n{enrols}')
+    (place / "token").write_text("one-time\n")
+    said = "without --token orin-07 enrols only if it was enrolled before: `fedquilt enrol token orin-07"
+    for given, there in ([], True), (["--token", "token"], False):
+        assert flash("--rootfs", "board", "--dry-run", *given) == 0
+        assert (said in capsys.readouterr().out) is there
 
 
 def test_a_running_board(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

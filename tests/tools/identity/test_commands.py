@@ -80,6 +80,14 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
     assert "for 'orin-7', not for orin-8" in said(capsys, "enrol", "sign", "orin.csr", "--device", "orin-8", code=2)
 
 
+def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mosquitto would not start with it, on another machine."""
+    with pytest.raises(SystemExit):
+        main(["broker", "config", "--for", "mosquitto", "--host", "h", "--out", "b", "--listen", "99999"])
+    assert "99999 is no port: 1 to 65535" in capsys.readouterr().err
+    assert not (folder / "b").exists()
+
+
 def test_no_token_is_made_for_the_coordinators_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The authority would never sign it for a board."""
     assert main(["enrol", "token", "coordinator"]) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -16,9 +16,10 @@ class Fixed:
 
     covers: Covers
     watts: float | None
+    rails: dict[str, float] = field(default_factory=dict)
 
     def read(self, now_s: float) -> Power:
-        return Power(self.watts, f"{self.covers} meter")
+        return Power(self.watts, f"{self.covers} meter", self.rails)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -42,3 +43,25 @@ def test_a_narrower_meter_stands_in_only_when_the_wider_one_has_been_silent_for_
     board.watts = None
     assert both.read(PATIENCE_S).total_w is None
     assert both.read(PATIENCE_S + 0.1).total_w == 15.0
+
+
+@pytest.mark.parametrize("watts", [-5.0, float("nan"), float("inf"), 1e9])
+def test_watts_that_no_board_draws_are_unknown(watts: float) -> None:
+    """A plug that counts in another unit, or whose network failed, is not the fleet's hungriest board."""
+    board = Fixed("board", watts)
+    board.rails = {"a": watts, "b": 2.0}
+    told = Widest([board]).read(0.0)
+    assert (told.total_w, told.rails_w) == (None, {"b": 2.0})
+
+
+def test_a_meter_that_holds_up_the_agent_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The agent's loop waits for it, so that its broker seems not to answer."""
+    passing = iter([0.0, 0.5, 10.0, 13.0, 20.0, 23.0])
+    meters = Widest([Fixed("board", 5.0)], lambda: next(passing))
+    meters.read(0.0)
+    assert caplog.messages == []
+    meters.read(1.0)
+    assert meters.read(2.0).total_w == 5.0
+    (said,) = caplog.messages
+    assert "the meter Fixed took 3.0 s to answer" in said
+    assert "docs/add-a-sensor.md" in said
