@@ -27,7 +27,9 @@ COMMAND = "import sys; sys.path.remove(''); from fedquilt.cli import main; sys.e
 LIMIT_S = 240.0  # of a command; nothing waits so long unless something hangs
 NAMES = {"method": "fedavgm", "network": "tanh", "data": "moons"}
 CODE = {"method": "outside_fl:METHOD", "network": "outside_fl:network", "data": "outside_fl:moons"}
-NETWORK = {**CODE, "method": "fedavg"}  # so that the coordinator has imported nothing of the file
+NETWORK = {**CODE, "method": "fedavg"}  # with DIGITS the coordinator imports nothing of the file
+DIGITS = {"path": str(sites.EXAMPLE.parents[1] / "tools" / "demo" / "digits.npz"), "partition": "iid"}
+DIGITS_MODEL = {"name": CODE["network"], "inputs": 64, "classes": 10}
 
 
 def job(names: Mapping[str, str], devices: int = 2, **more: Any) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
     if names is not NAMES:
         (site / "outside_fl.py").rename(tmp_path / "outside_fl.py")
         site = tmp_path / "nothing"
-    own = {"params": {"lr": 0.1}} if names is NETWORK else {}
+    own = {"params": {"lr": 0.1}, "model": DIGITS_MODEL, "data": DIGITS} if names is NETWORK else {}
     (tmp_path / "job.toml").write_text(config.text(job(names, **own)))
     fedquilt(tmp_path, site, "prepare", "job.toml")
     fedquilt(tmp_path, site, "fleet", "job.toml", "--link", "memory", "--home", "runs")
