@@ -117,11 +117,12 @@ def convert(table: Any, kind: type[T], where: str) -> T:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Suffix "; did you mean ...?" with the nearest known word; "" if none is near."""
+    """Suffix "; did you mean ...?" with the nearest known word, small and capital letters alike; "" if none is near."""
     import difflib
 
-    found = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    words = {each.casefold(): each for each in known}
+    found = difflib.get_close_matches(word.casefold(), list(words), 1)
+    return f"; did you mean {words[found[0]]!r}?" if found else ""
 
 
 def _explained(said: str, table: Any, kind: type, where: str) -> str:

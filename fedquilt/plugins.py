@@ -160,7 +160,7 @@ def imported(plugin: Plugin) -> Any:
         JobError: the module does not exist, fails at import, or has no such name.
     """
     module, _, attribute = plugin.target.partition(":")
-    with _own_folder():
+    with own_folder():
         try:
             found = importlib.import_module(module)
         except (Exception, SystemExit) as error:
@@ -208,6 +208,20 @@ def restricted(allowed: Collection[str] | None) -> Iterator[None]:
         _allowed, _by_code = before
 
 
+@contextmanager
+def own_folder() -> Iterator[None]:
+    """Search the current folder too, for the operator's own code; not on a board."""
+    if not _by_code:
+        yield
+        return
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
 # -- which content --------------------------------------------------------------------------------
 
 
@@ -221,7 +235,7 @@ def proof(plugin: Plugin) -> str:
 
 def content(module: str) -> str:
     """The sha256 of all files of a top-level module, of which nothing is run; "unknown" without files."""
-    with _own_folder():
+    with own_folder():
         return _content(module, tuple(sys.path))
 
 
@@ -346,20 +360,6 @@ def _coded(kind: Kind, name: str) -> Plugin:
 def _plain(package: str) -> str:
     """Name of a distribution as packaging compares it: "Outside_FL" is "outside-fl"."""
     return re.sub(r"[-_.]+", "-", package).lower()
-
-
-@contextmanager
-def _own_folder() -> Iterator[None]:
-    """Search the current folder too, for the operator's own code; not on a board."""
-    if not _by_code:
-        yield
-        return
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
 
 
 def _line(error: BaseException) -> str:

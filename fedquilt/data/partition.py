@@ -53,8 +53,7 @@ def shares(
         DataError: no partition of these labels satisfies the spec.
     """
     if spec.partition == "column":
-        dealt = _by_owner(owner, spec)
-        return [np.flatnonzero(dealt == share) for share in (range(spec.shares) if wanted is None else wanted)]
+        return _rows(_by_owner(owner, spec), range(spec.shares) if wanted is None else wanted)
     owners: dict[str, Callable[[np.ndarray, DataSpec], np.ndarray]] = {
         "iid": _iid,
         "dirichlet": _dirichlet,
@@ -72,8 +71,16 @@ def shares(
             continue
         seed = derive_seed("group", spec.seed, number) if spec.groups else spec.seed
         owner = owners[spec.partition](y[members], msgspec.structs.replace(spec, share=0, shares=len(team), seed=seed))
-        found |= {share: members[owner == share - team.start] for share in mine}
+        rows = _rows(owner, [share - team.start for share in mine])
+        found |= {share: members[own] for share, own in zip(mine, rows, strict=True)}
     return [found[share] for share in wanted]
+
+
+def _rows(owner: np.ndarray, wanted: Sequence[int]) -> list[np.ndarray]:
+    """Rows of each wanted share, ascending: in one sort, as a fleet may have many more shares than classes."""
+    order = np.argsort(owner, kind="stable")
+    first, last = (np.searchsorted(owner, wanted, side, sorter=order) for side in ("left", "right"))
+    return [order[start:end] for start, end in zip(first, last, strict=True)]
 
 
 def hold_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:

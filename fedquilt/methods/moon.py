@@ -63,7 +63,7 @@ class Contrast:
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
         with torch.no_grad():
             for anchor in ("start", "previous"):
-                torch.func.functional_call(module, anchors[anchor], (x,))
+                torch.func.functional_call(module, anchors[anchor], (x,), tie_weights=False)
                 likeness.append(self._seen)
         for each, mode in modes:
             each.training = mode

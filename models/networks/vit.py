@@ -12,12 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedquilt.core import ModelError
+
 
 class Attention(nn.Module):  # type: ignore[misc]
     """Self-attention with the tensors of `torch.nn.MultiheadAttention`, batch first.
 
-    torch's own reads the weight of `out_proj` and never calls it, so nothing could be put beside it.
+    torch's own reads the weight of `out_proj` and never calls it, so nothing could be put beside it. Nor do
+    `torch.nn.TransformerEncoder`'s layers, which read the two attributes below, take a fused kernel in place of it.
     """
+
+    batch_first = True
+    _qkv_same_embed_dim = False
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,9 +52,22 @@ class Attention(nn.Module):  # type: ignore[misc]
         return made
 
     def forward(
-        self, x: torch.Tensor, *same: torch.Tensor, need_weights: bool = False
+        self,
+        x: torch.Tensor,
+        *same: torch.Tensor,
+        need_weights: bool = False,
+        is_causal: bool = False,
+        **masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(n, patches, width) -> the same, and None. Further inputs are those of torch's own: the same again."""
+        """(n, patches, width) -> the same, and None. Further inputs are those of torch's own: the same again.
+
+        Raises:
+            ModelError: it is asked for attention to another input, or with a mask.
+        """
+        if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
+            raise ModelError(
+                "only self-attention without a mask can be adapted: take another network, or another method"
+            )
         n, patches, width = x.shape
         both = F.linear(x, self.in_proj_weight, self.in_proj_bias)
         q, k, v = both.view(n, patches, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)

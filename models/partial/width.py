@@ -218,7 +218,7 @@ def _resize(layer: Any, path: str) -> bool:
             layer.in_channels = layer.weight.shape[1]
         return depthwise
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        layer.num_features = len(layer.weight)
+        layer.num_features = len(layer.weight if layer.affine else layer.running_mean)
         return False
     raise ModelError(f"layer {path!r} is a {type(layer).__name__}: it cannot be cut by width")
 

@@ -119,6 +119,8 @@ def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path: P
     """After all that there are."""
     with pytest.raises(JobError, match=r"there are: .*; did you mean 'fedavg'\?"):
         settings.load(write(tmp_path, 'name = "j"\nmethod = "fedvag"\n'))
+    with pytest.raises(JobError, match=r"did you mean 'scaffold'\?"):
+        settings.load(write(tmp_path, 'name = "j"\nmethod = "SCAFFOLD"\n'))
     with pytest.raises(JobError, match=r"no such parameter; it has .*; did you mean 'epochs'\?"):
         settings.load(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[params]\nepoch = 1\n'))
 

@@ -117,6 +117,17 @@ def test_moons_other_models_only_look() -> None:
     assert [each.training for each in module] == [False, True, True]
 
 
+def test_moon_looks_at_other_models_with_tied_weights() -> None:
+    """Which it is given under both names, as arrays of their own."""
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    contrast, x = moon.Contrast(1.0, 0.5), torch.randn(4, 2)
+    contrast.prepare(module)
+    anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
+    assert float(contrast.penalty(module, x, module(x), anchors).detach()) == pytest.approx(np.log(2), rel=1e-6)
+
+
 def test_moon_says_so_where_there_is_no_linear_layer() -> None:
     """SqueezeNet ends in a convolution."""
     torch = pytest.importorskip("torch")

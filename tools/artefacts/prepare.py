@@ -156,7 +156,7 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
         )
     else:
         model = registry.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
-    _require_free(model, str(network["name"]))
+    _require_trainable(model, str(network["name"]))
     flops = registry.cost(model, registry.input_shape(network)).flops
     parts = {"model": tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})}
     with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
@@ -173,13 +173,19 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     return facts, parts
 
 
-def _require_free(model: nn.Module, name: str) -> None:
-    """Check that a network comes with no frozen parameters: methods say what is trained, and engines go by that alone.
+def _require_trainable(model: nn.Module, name: str) -> None:
+    """Check that all parameters are float32 and free: methods say what is trained, and engines go by that alone.
 
     Raises:
-        ModelError: some have requires_grad = False, which training would not heed.
+        ModelError: some have another type, or requires_grad = False, which training would not heed.
     """
     every = dict(model.named_parameters())
+    for path, value in every.items():
+        if (kind := str(value.dtype).removeprefix("torch.")) != "float32":
+            raise ModelError(
+                f"network {name!r}: parameter {path!r} is {kind}, and examples and weights are float32: return "
+                "the network's .float(); [params] mixed = true has 16-bit arithmetic where a GPU has it"
+            )
     frozen = [path for path, value in every.items() if not value.requires_grad]
     if not frozen:
         return

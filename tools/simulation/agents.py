@@ -239,14 +239,15 @@ def virtually(
         agents: list[Agent] = []
         waiting = _Waiting(run)
         shared = Shared(plan.folder(run, ".shared"))
-        for index, table in enumerate(plan.agents(run)):
-            options = settings.parse(table)
-            board = make(options.board)
-            own = broker.connect(pace=plan.job.fleet.link_of(index))
-            worker = InlineWorker(board, together.load)
-            agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
-            sides.append((own, agents[-1]))
-            console.status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
+        with plugins.own_folder():  # the code there is these boards', too
+            for index, table in enumerate(plan.agents(run)):
+                options = settings.parse(table)
+                board = make(options.board)
+                own = broker.connect(pace=plan.job.fleet.link_of(index))
+                worker = InlineWorker(board, together.load)
+                agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
+                sides.append((own, agents[-1]))
+                console.status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
         def watch() -> None:
             console.status(lambda: _how_far(run, server, agents))

@@ -171,6 +171,32 @@ def test_our_attention_gives_what_torchs_gives() -> None:
     torch.testing.assert_close(Attention.of(theirs)(x)[0], theirs(x, x, x, need_weights=False)[0])
 
 
+def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evaluates() -> None:
+    """Its fused kernel, which it takes in evaluation mode, would read the weights and pass the adapters over."""
+    torch.manual_seed(0)
+    network = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1).eval()
+    x, layers = torch.randn(3, 5, 8), ("layers.0.self_attn.out_proj", "layers.0.linear1")
+    with torch.no_grad():
+        before = network(x)
+        lora_torch.insert(network, [lora.Spot("layers.0", layers)], 2, 1.0)
+        torch.testing.assert_close(network(x), before)
+        for name, value in network.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(value)
+        moved = network(x)
+        assert not torch.allclose(moved, before, atol=0.1)
+        torch.testing.assert_close(network.train()(x), moved)
+
+
+def test_attention_with_a_mask_or_to_another_input_is_refused() -> None:
+    """Rather than left out without a word, as in a decoder."""
+    ours = Attention.of(nn.MultiheadAttention(8, 2, batch_first=True))
+    x, other = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
+    for ask in (lambda: ours(x, other, other), lambda: ours(x, x, x, attn_mask=torch.ones(5, 5))):
+        with pytest.raises(ModelError, match="only self-attention without a mask"):
+            ask()
+
+
 def test_attention_of_another_kind_is_refused() -> None:
     """With keys of another width than queries there is no single input projection."""
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4, batch_first=True)})

@@ -307,6 +307,24 @@ def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> N
     assert torch.allclose(outcomes[0], 2 * outcomes[1])
 
 
+def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None:
+    """`affine = False` leaves it two buffers alone."""
+    torch = pytest.importorskip("torch")
+    from torch import nn
+
+    from fedquilt.models.partial import trace
+
+    def network() -> Any:
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
+
+    whole = network()
+    plan, model = trace.plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
+    part = width.cut(model, width.places(plan, model, width.leading(plan, 0.5)))
+    narrow = width.shrunk(network(), part, scaled=False)
+    assert narrow[1].num_features == 3
+    assert narrow(torch.ones(2, 4)).shape == (2, 3)
+
+
 def test_tensors_of_another_network_are_told_by_name() -> None:
     """A sub-model that lacks a tensor."""
     pytest.importorskip("torch")

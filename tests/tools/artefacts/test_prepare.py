@@ -303,6 +303,15 @@ def test_a_network_that_comes_frozen_is_refused(
     assert not (tmp_path / "bundle").exists()
 
 
+def test_a_network_of_another_type_than_float32_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its first such parameter, with what mends it."""
+    (tmp_path / "halved.py").write_text("from torch import nn\ndef net():\n    return nn.Linear(4, 3).half()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    table = {"model": {"name": "halved:net", "input": {"mean": [0.0] * 4}}}
+    with pytest.raises(ModelError, match=r"network 'halved:net': parameter 'weight' is float16.*\.float\(\)"):
+        prepare(table, tmp_path / "bundle")
+
+
 def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
     """Another job in the same folder: its index stands alone."""
     prepare(job({"name": "p", "network": PLAIN}), tmp_path)
