@@ -140,6 +140,20 @@ def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):
     assert board.clamp().recover() == []
 
 
+def test_a_killed_one_may_leave_any_file_without_a_value(board: Board):
+    """In a tree of files it was killed between opening one and writing to it; the journal goes when all is restored."""
+    written: list[Path] = []
+    clamp = board.clamp(put=putting(lambda path, _: written.append(path)))
+    clamp.hold(SLOW)
+    assert clamp.restore() == []
+    assert len(set(written)) == 9
+    for path in sorted(set(written)):
+        board.clamp().hold(SLOW)
+        path.write_text("")
+        assert board.clamp().recover() == []
+        assert (board.settings(), list(board.state.iterdir())) == (board.before, []), path
+
+
 def test_a_journal_of_an_earlier_start_of_the_board_sets_no_clock(board: Board):
     """The kernel has set them anew since: what was true then is not now."""
     board.clamp().hold(SLOW)
