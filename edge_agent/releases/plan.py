@@ -36,6 +36,7 @@ from fedquilt.edge_agent.releases.steps import (
     Failed,
     Fetch,
     Fetched,
+    Idle,
     Ill,
     Look,
     Noted,
@@ -129,6 +130,8 @@ def advance(state: State, event: Event, now_s: float) -> Step:
             if not event.found:
                 return _end(state, "refused", "there is nothing before it to return to", now_s)
             return replace(state, stage="undone", again_s=now_s), ()
+        case Idle() if noted.step == "wanted" and state.stage != "fetching" and state.waits:
+            return replace(state, again_s=now_s), ()  # at the next look another task may run
         case Look() if now_s >= state.again_s:
             return _look(state, noted, event, now_s)
         case _:

@@ -102,6 +102,10 @@ class Begun(msgspec.Struct, frozen=True):
     ill: str = ""
 
 
+class Idle(msgspec.Struct, frozen=True):
+    """A task has ended, and the next one has not begun."""
+
+
 class Look(msgspec.Struct, frozen=True):
     """Facts about the device at a look."""
 
@@ -118,7 +122,7 @@ class Look(msgspec.Struct, frozen=True):
     max_c: float | None = None  # highest temperature at which a release begins; None: no limit
 
 
-Event = Wanted | Withdrawn | Fetched | Checked | Failed | Swapped | Ill | Undone | Begun | Look
+Event = Wanted | Withdrawn | Fetched | Checked | Failed | Swapped | Ill | Undone | Begun | Idle | Look
 
 # -- actions --------------------------------------------------------------------------------------
 
