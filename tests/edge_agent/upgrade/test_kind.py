@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.events import Means
 from fedquilt.edge_agent.releases.kind import Verdict
 from fedquilt.edge_agent.upgrade import build, launch
-from fedquilt.edge_agent.upgrade.kind import NO_LAUNCHER, AgentKind
+from fedquilt.edge_agent.upgrade.kind import KILLED_MOST, NO_LAUNCHER, AgentKind
 from fedquilt.edge_agent.upgrade.launch import Choice
 from fedquilt.wire import Release
 
@@ -276,14 +274,33 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
     board.kind.stage(release, file)
     board.kind.begin_check(release)
     until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
-    process = board.kind._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    assert "SIGKILL" in until(board.kind.checked, "the check ends").refused
+    board.kind.stop()
     assert board.kept == [f"{new}.new"]
     board.start()
     assert (board.kind.current(), board.verdict(file)) == ("", Verdict("", {}))
     assert board.kept == [new]
+
+
+def test_a_check_that_somebody_kills_is_made_again(board: Board, bundle: Callable[..., Path]) -> None:
+    """As the kernel does where memory runs out; after a few times the version is refused."""
+    file = bundle()
+    release = board.release(file)
+
+    def killed() -> Verdict | None:
+        process = board.kind._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        return board.kind.checked()
+
+    for times in (1, KILLED_MOST):
+        board.kind.stage(release, file)
+        board.kind.begin_check(release)
+        assert [killed() for _ in range(times)] == [None] * times
+    refused = killed()
+    assert refused is not None
+    assert "SIGKILL" in refused.refused
+    assert board.verdict(file) == Verdict("", {})
 
 
 def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]) -> None:
