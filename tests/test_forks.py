@@ -44,6 +44,12 @@ def test_a_fork_with_threads_raises(raised: list[str], act: Callable[[], None]) 
     assert said.startswith("a process with threads is forked")
 
 
+def test_a_library_that_forks_is_let_alone(raised: list[str]) -> None:
+    """Ray's nodes are started from the tests' process."""
+    exec("starts()", {"__name__": "ray.services", "starts": starts})
+    assert raised == []
+
+
 def tells_its_parents_threads() -> None:
     os._exit(len(os.listdir(f"/proc/{os.getppid()}/task")))
 
