@@ -12,10 +12,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from waiting import until
+from waiting import LIMIT_S, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT_S = 150.0
 
 
 class Browser:

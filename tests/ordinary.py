@@ -27,12 +27,12 @@ import dropped
 import msgspec
 import pytest
 from forks import CONTEXT
+from waiting import LIMIT_S
 
 import fedquilt
 from fedquilt.edge_agent.clocks.helper import Helper
 from fedquilt.edge_agent.clocks.hold import Clamp
 
-LIMIT_S = 120.0
 PLACES = (sys.base_prefix, sys.prefix, *filter(None, sys.path), *(os.path.dirname(path) for path in fedquilt.__path__))
 NEEDED = {place for place in (Path(path).resolve() for path in PLACES) if place.is_dir()}  # every child reads them
 
