@@ -264,6 +264,13 @@ class Releases:
                 except FedquiltError as error:
                     event = steps.Failed(str(error))
                 self._feed(name, event, now_s)
+            case steps.Keep():
+                try:
+                    kind.keep()
+                except FedquiltError as error:
+                    log.error("the release of kind %s in use cannot be kept yet: %s", name, error)
+                    return self._feed(name, steps.Failed(str(error)), now_s)
+                self._feed(name, steps.Kept(), now_s)
             case steps.Drop():
                 try:
                     kind.drop()

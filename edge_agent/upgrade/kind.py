@@ -153,7 +153,7 @@ class AgentKind(Kind):
         except (OSError, *UNDECODABLE):
             return 0
 
-    def _keep(self, name: str) -> None:
+    def _count(self, name: str) -> None:
         """Note the number of a version that has held, before anything says that it was kept."""
         if (number := self._number(name)) > self._newest():
             file = self._folder() / NEWEST
@@ -320,8 +320,17 @@ class AgentKind(Kind):
             self._restart()
         return True
 
+    def keep(self) -> None:
+        """End the trial of the version that runs, once it has been online: its launcher returns from it no more."""
+        if self._started is None:
+            return
+        choice = self._choice()
+        if choice.trying and choice.online and self._started.running == choice.current:
+            self._count(choice.current)
+            self._choose(choice._replace(trying=False))
+
     def drop(self) -> None:
-        """End a check; a trial that has come to its end was passed; delete environments that are of no use any more."""
+        """End a check; delete environments that are of no use any more."""
         self.stop()
         self._staged = None
         if self._started is None:
@@ -329,10 +338,6 @@ class AgentKind(Kind):
         choice = self._choice()
         if self._started.unable and choice.current != self._started.running:
             return self._choose(launch.back(choice, self._started.unable))
-        if choice.trying and choice.online and self._started.running == choice.current:
-            self._keep(choice.current)
-            choice = choice._replace(trying=False)
-            self._choose(choice)
         if choice.trying:
             return
         kept = {choice.current, choice.previous, self._started.running}

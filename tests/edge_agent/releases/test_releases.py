@@ -226,6 +226,23 @@ def test_a_text_that_is_no_window_is_refused(site: Site) -> None:
 # -- kills ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("error", [Crash(), StoreError("the disk is full")])
+def test_a_release_is_committed_only_once_its_kind_has_noted_that_it_held(
+    site: Site, toy: ToyKind, error: BaseException
+) -> None:
+    """A version of the agent whose trial went on would be returned from later, though it was said to be committed."""
+    toy.fails["keep"] = error
+    deploy(site)
+    with contextlib.suppress(Crash):
+        site.run(20.0)
+    if isinstance(error, Crash):
+        assert all(told.phase != "committed" for told in site.all("installed"))
+        site.start()
+        site.run(20.0)
+    assert [told.phase for told in site.all("installed")][-1] == "committed"
+    assert toy.calls.count("keep") == 2
+
+
 @pytest.mark.parametrize("method", ["stage", "begin_check", "swap", "back", "drop"])
 @pytest.mark.parametrize("late", [False, True])
 def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, method: str, late: bool) -> None:

@@ -67,7 +67,7 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
     assert board.kind.ill() == ""
     assert board.kind.settled()
     assert board.quiet == 1
-    board.kind.drop()
+    board.kind.keep()
     assert launch.read(board.versions) == Choice(FLASHED, new, "", online=True)
 
 
@@ -125,6 +125,7 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
     for number in range(3):
         versions.append(board.take(bundle(f"number = {number}")))
         assert board.kind.ill() == ""
+        board.kind.keep()
         board.kind.drop()
     assert board.kept == sorted([*versions[1:], launch.CHOICE])
 
@@ -196,6 +197,7 @@ def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..
     with pytest.raises(ModelError, match="was not started by its launcher"):
         kind.stage(Release(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
     assert (kind.current(), kind.ill(), kind.back(), kind.settled()) == ("", NO_LAUNCHER, False, True)
+    kind.keep()
     kind.drop()
     board = SimulatedDevice.named("jetson-tx2")
     assert messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions[UPGRADES] == kind.unable() != ""
