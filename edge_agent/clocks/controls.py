@@ -161,6 +161,20 @@ def discover(root: Path = Path("/")) -> Levers:
     return Levers((*_cpus(root), *_devfreq(root), *_emc(root, modes)), modes)
 
 
+def unplugged(root: Path, saved: Settings, mode: Mode | None) -> list[str]:
+    """Names of saved CPU policies all of whose cores are off now, some of which are not in `mode`; None: no mode.
+
+    The kernel takes no limit for such a policy, and keeps the ones that it has for when a core is on again.
+    """
+    system, found = root / "sys/devices/system/cpu", []
+    for old in saved.levers:
+        folder = system / "cpufreq" / old.name
+        cores = {int(core) for core in (text(folder / "related_cpus") or "").split() if core.isdigit()}
+        if cores and _off(system, folder) and not (mode is not None and cores <= mode.off):
+            found.append(old.name)
+    return found
+
+
 def hottest_c(root: Path = Path("/")) -> float | None:
     """Temperature of the hottest thermal zone that answers; None: none does."""
     return sysfs.hottest_c(sysfs.zones(root / "sys/class/thermal"))

@@ -212,6 +212,22 @@ def test_what_cannot_be_put_back_is_owed_until_it_can(board: Board):
     assert (clamp.owes, board.settings()) == (False, board.before)
 
 
+def test_cores_that_are_turned_off_during_a_hold_are_restored_once_they_are_on(board: Board):
+    """The kernel keeps their limits meanwhile. A mode that turns them off says itself what holds in it."""
+    cores = [f"sys/devices/system/cpu/cpu{core}/online" for core in (1, 2)]
+    clamp = board.clamp()
+    clamp.hold(SLOW)
+    for core in cores:
+        board.write(core, "0")
+    for one in (clamp, board.clamp()):
+        (said,) = one.restore() if one is clamp else one.recover()
+        assert said == "policy1 is restored once one of its cores is on again"
+        assert (board.state / "clocks.json").exists()
+    board.write(cores[0], "1")
+    assert clamp.restore() == []
+    assert (board.settings(), list(board.state.iterdir())) == (board.before, [])
+
+
 def test_what_is_owed_is_remembered_through_another_hold(board: Board):
     """The journal is of the board's own settings, not of what a failed restore left."""
     broken = [True]
