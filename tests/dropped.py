@@ -1,5 +1,6 @@
-"""Give root's rights up: `python dropped.py UID GID FOLDERS WORD...` does so, and becomes a command.
+"""Give root's rights up: `python dropped.py PIPE UID GID FOLDERS WORD...` does so, and becomes a command.
 
+    PIPE       descriptor that is closed as the command begins
     UID, GID   of an ordinary user
     FOLDERS    to which that user needs a way, with colons between them
 
@@ -50,5 +51,6 @@ def _open_folders(libc: ctypes.CDLL, needed: set[Path]) -> None:
 
 
 if __name__ == "__main__":
-    drop(int(sys.argv[1]), int(sys.argv[2]), map(Path, sys.argv[3].split(":")))
-    os.execvp(sys.argv[4], sys.argv[4:])
+    os.set_inheritable(int(sys.argv[1]), False)
+    drop(int(sys.argv[2]), int(sys.argv[3]), map(Path, sys.argv[4].split(":")))
+    os.execvp(sys.argv[5], sys.argv[5:])

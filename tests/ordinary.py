@@ -83,21 +83,25 @@ class User:
         return result
 
     def start(self, *command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a process as this user, in its home; it is killed at the end of the test.
+        """Start a process, which has become this user when this returns; it is killed at the end of the test.
 
         Args:
             environment: what it has beside, or in place of, this process's.
         """
-        as_user = (sys.executable, "-IS", dropped.__file__, str(self.uid), str(self.gid), ":".join(map(str, NEEDED)))
-        with log.open("ab") as out:
+        reading, writing = os.pipe()
+        numbers, needed = map(str, (writing, self.uid, self.gid)), ":".join(map(str, NEEDED))
+        with log.open("ab") as out, open(reading, "rb") as pipe:
             process = subprocess.Popen(
-                (*as_user, *command),
+                (sys.executable, "-IS", dropped.__file__, *numbers, needed, *command),
+                pass_fds=[writing],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
                 env={**os.environ, "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1", **environment},
             )
-        self._started.append(process)
+            os.close(writing)
+            self._started.append(process)
+            pipe.read()  # to its end, which the command's beginning is
         return process
 
     def close(self) -> None:
