@@ -80,6 +80,7 @@ class Kind(Protocol):
         Raises:
             StoreError: it cannot be written; it is tried again.
         """
+        return
 
     def settled(self) -> bool:
         """Whether an exchange is complete: no hook runs any more."""
