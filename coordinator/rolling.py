@@ -28,7 +28,7 @@ SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told 
 RESEND_S: Final = 5.0  # until a release that a board has said nothing of is sent again; then ever more rarely
 RESEND_MOST_S: Final = 60.0
 ASK_S: Final = 600.0  # until a release that a board has not ended with is sent again: it says how far it is
-LOOK_S: Final = 1.0  # between two looks for releases that are to be sent again
+LOOK_S: Final = 2.0  # between two looks for releases that are to be sent again
 FACTS_MOST: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
 
 Tell = Callable[[Rollout, AnyFact], None]
@@ -236,9 +236,10 @@ class Rolling:
         views = self._registry.seen(now_s)
         for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
             state = self._states[self._owners[kind, device]]
-            if state.phase(device) in rollouts.SETTLED or rollouts.release(state, device) is None:
+            phase = state.phase(device)
+            if phase in rollouts.SETTLED:
                 del self._sent[kind, device]
-            elif patience_s < ASK_S and state.phase(device):
+            elif phase and patience_s < ASK_S:
                 self._sent[kind, device] = (now_s, ASK_S)
             elif now_s >= sent_s + patience_s and device in views and views[device].online:
                 self._send(kind, device, now_s)
