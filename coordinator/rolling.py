@@ -27,6 +27,8 @@ log = logging.getLogger("fedquilt.coordinator")
 SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told which boards there are
 RESEND_S: Final = 5.0  # until a release that a board has said nothing of is sent again; then ever more rarely
 RESEND_MOST_S: Final = 60.0
+ASK_S: Final = 600.0  # until a release that a board has not ended with is sent again: it says how far it is
+LOOK_S: Final = 2.0  # between two looks for releases that are to be sent again
 FACTS_MOST: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
 
 Tell = Callable[[Rollout, AnyFact], None]
@@ -224,19 +226,22 @@ class Rolling:
             if state.status == "running":
                 self._record([(state.id, Aborted(str(error)[:1000], self._store.rollouts.serial()))], now_s)
             return
-        if state.phase(device) == "":
+        if (phase := state.phase(device)) not in rollouts.SETTLED:
             before = self._sent.get((kind, device), (0.0, RESEND_S / 2))[1]
-            self._sent[kind, device] = (now_s, min(2 * before, RESEND_MOST_S))
+            self._sent[kind, device] = (now_s, ASK_S if phase else min(2 * before, RESEND_MOST_S))
             self._resend_s = min(self._resend_s, now_s + self._sent[kind, device][1])
 
     def _send_again(self, now_s: float) -> None:
-        """Send releases again to boards that are online and have said nothing of them."""
+        """Send releases again to boards that are online and have not ended with them, as a message may be lost."""
         views = self._registry.seen(now_s)
         for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
             state = self._states[self._owners[kind, device]]
-            if state.phase(device) or rollouts.release(state, device) is None:
+            phase = state.phase(device)
+            if phase in rollouts.SETTLED:
                 del self._sent[kind, device]
+            elif phase and patience_s < ASK_S:
+                self._sent[kind, device] = (now_s, ASK_S)
             elif now_s >= sent_s + patience_s and device in views and views[device].online:
                 self._send(kind, device, now_s)
         ends = (sent_s + patience_s for sent_s, patience_s in self._sent.values())
-        self._resend_s = min((end for end in ends if end > now_s), default=math.inf)
+        self._resend_s = max(min((end for end in ends if end > now_s), default=math.inf), now_s + LOOK_S)

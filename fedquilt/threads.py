@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ORT_DISABLE_TELEMETRY": "1"}
 """Idle threads that spin slow down the working ones, ten times where agents share a host; numpy's products are small
-here. Libraries read these variables as they load, so they are set before, or for a new process."""
+here. ONNX Runtime (from 1.32 on) starts a thread that reports to its makers, unless it is told not to. Libraries read
+these variables as they load, so they are set before, or for a new process."""
 
 
 @contextmanager

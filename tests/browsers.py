@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import selectors
@@ -13,10 +12,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from waiting import until
+from waiting import LIMIT_S, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT_S = 150.0
 
 
 class Browser:
@@ -37,15 +35,11 @@ class Browser:
             *("--disable-background-networking", "--disable-extensions", "--remote-debugging-pipe"),
             *(f"--user-data-dir={folder / 'profile'}", "about:blank"),
         ]
-        high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (ours, theirs)]
-
-        def placed() -> None:
-            os.dup2(high[0], 3)  # where Chromium expects them
-            os.dup2(high[1], 4)
-
-        out = self._log
-        self._process = subprocess.Popen(command, pass_fds=(3, 4), preexec_fn=placed, stdout=out, stderr=out)
-        for each in (ours, theirs, *high):
+        out, fds = self._log, f"3</proc/self/fd/{ours} 4>/proc/self/fd/{theirs}"  # where Chromium expects them
+        self._process = subprocess.Popen(
+            ["sh", "-c", f'exec "$@" {fds}', "sh", *command], pass_fds=(ours, theirs), stdout=out, stderr=out
+        )
+        for each in (ours, theirs):
             os.close(each)
         self._buffer, self._number = b"", 0
         self._targets: list[str] = []

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forks
 import ordinary
 import pytest
 from cryptography import x509
@@ -29,6 +30,8 @@ from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import MqttLink
+
+forks.refuse_with_threads()
 
 # a slow moment of the machine is no fault of the code
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from job_facts import BLOB
-from waiting import until
+from waiting import LIMIT_S, until
 
 from fedquilt import wire
 from fedquilt.coordinator import settings
@@ -32,8 +32,6 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.rollouts import Aborted, Begun, Heard, Offered, Passed, Plan
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Update, Usage
-
-LIMIT_S = 150.0
 
 
 def names(count: int) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import multiprocessing
 import random
 import resource
 import sys
@@ -188,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.processes == 1:
         parts = [play(options.only, options.first, each)]
     else:
-        with ProcessPoolExecutor(options.processes) as pool:
+        with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
             parts = list(pool.map(play, [options.only] * len(firsts), firsts, [each] * len(firsts)))
     failures = [failure for part in parts for failure in part.failures]
     for failure in failures[:50]:

@@ -1,44 +1,40 @@
 """What a board does is done by an ordinary user: tests of it are too, also where the suite itself runs as root.
 
-Run by root, `User.does` carries out part of a test in a forked child that has become the user nobody, and `User.start`
-starts processes as that user. Run by anybody else, the same user does both. Where Python or the project lies in a
-folder that is shut to nobody (root's home), these children see that folder open, in a mount namespace of their own.
+Run by root, `User.does` carries out part of a test in a child that has become the user nobody, and `User.start` starts
+processes as that user. Run by anybody else, the same user does both. Where Python or the project lies in a folder that
+is shut to nobody (root's home), these children see that folder open, in a mount namespace of their own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pwd
-import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import dropped
 import msgspec
 import pytest
+from forks import CONTEXT
+from waiting import LIMIT_S
 
 import fedquilt
 from fedquilt.edge_agent.clocks.helper import Helper
 from fedquilt.edge_agent.clocks.hold import Clamp
 
-LIMIT_S = 120.0
-PR_SET_DUMPABLE = 4
-CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 PLACES = (sys.base_prefix, sys.prefix, *filter(None, sys.path), *(os.path.dirname(path) for path in fedquilt.__path__))
 NEEDED = {place for place in (Path(path).resolve() for path in PLACES) if place.is_dir()}  # every child reads them
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class User:
@@ -68,71 +64,44 @@ class User:
         mode = path.stat().st_mode & 0o700 if self.root else 0  # its owner would not be kept out by 0700
         path.chmod(mode)
 
-    def does(self, body: Callable[[], Any]) -> Any:
-        """Carry out `body` as this user; what it returns, as JSON has it. Its exception fails the test."""
-        reading, writing = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: threads of the test are not forked
-            child = os.fork()
-        if child == 0:
-            os.close(reading)
-            self._be(body, writing)
-        os.close(writing)
+    def does(self, body: Callable[..., Any], *given: Any) -> Any:
+        """Carry out a module's function as this user; what it returns, as JSON has it. Its exception fails the test."""
+        reading, writing = CONTEXT.Pipe(duplex=False)
+        child = CONTEXT.Process(target=_be, args=(self.uid, self.gid, self.home, writing, body, given))
+        child.start()
+        writing.close()
         try:
-            told = _read(reading, time.monotonic() + LIMIT_S)
+            told = reading.recv_bytes() if reading.poll(LIMIT_S) else b""
+        except EOFError:
+            told = b""
         finally:
-            os.close(reading)
-            os.kill(child, signal.SIGKILL)  # it has said all, or it will not say anything
-            os.waitpid(child, 0)
+            reading.close()
+            child.kill()  # it has said all, or it will not say anything
+            child.join()
         failure, result = msgspec.json.decode(told) if told else ("it said nothing: it was killed, or hangs", None)
         assert failure is None, f"as user {self.uid}: {failure}"
         return result
 
-    def _be(self, body: Callable[[], Any], writing: int) -> None:
-        """Become this user in the forked child, and never come back."""
-        failure, result = None, None
-        try:
-            self._drop()
-            os.chdir(self.home)
-            os.environ["HOME"] = str(self.home)
-            result = body()
-        except BaseException:
-            failure = traceback.format_exc()
-        try:
-            data = msgspec.json.encode((failure, result))
-        except TypeError as error:
-            data = msgspec.json.encode((f"the result is not for JSON: {error}", None))
-        while data:
-            data = data[os.write(writing, data) :]
-        os._exit(0)
-
-    def _drop(self) -> None:
-        """Give root's rights up, in a new process."""
-        if self.root:
-            _open_folders()
-            os.setgroups([])
-            os.setgid(self.gid)
-            os.setuid(self.uid)
-            LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files in /proc are root's
-        os.umask(0o077)
-
     def start(self, *command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a process as this user, in its home; it is killed at the end of the test.
+        """Start a process, which has become this user when this returns; it is killed at the end of the test.
 
         Args:
             environment: what it has beside, or in place of, this process's.
         """
-        with log.open("ab") as out, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # as in `does`
+        reading, writing = os.pipe()
+        numbers, needed = map(str, (writing, self.uid, self.gid)), ":".join(map(str, NEEDED))
+        with log.open("ab") as out, open(reading, "rb") as pipe:
             process = subprocess.Popen(
-                command,
+                (sys.executable, "-IS", dropped.__file__, *numbers, needed, *command),
+                pass_fds=[writing],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
-                preexec_fn=self._drop,
                 env={**os.environ, "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1", **environment},
             )
-        self._started.append(process)
+            os.close(writing)
+            self._started.append(process)
+            pipe.read()  # to its end, which the command's beginning is
         return process
 
     def close(self) -> None:
@@ -141,34 +110,20 @@ class User:
             process.wait()
 
 
-def _open_folders() -> None:
-    """Open what is shut to others above the needed folders, for this process and its children alone."""
-    shut = {above for place in NEEDED for above in (place, *place.parents) if not above.stat().st_mode & 0o001}
-    tops = {one for one in shut if not shut & set(one.parents)}
-    if not tops or LIBC.unshare(CLONE_NEWNS) or LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
-        return
-    for top in tops:
-        inside = sorted(place for place in NEEDED if top in place.parents)
-        inside = [place for place in inside if not {*place.parents} & {*inside}]
-        held = {place: os.open(place, os.O_PATH) for place in inside}
-        LIBC.mount(b"tmpfs", bytes(top), b"tmpfs", 0, b"mode=0755")
-        before = os.umask(0o022)
-        for place, handle in held.items():
-            place.mkdir(parents=True)
-            LIBC.mount(f"/proc/self/fd/{handle}".encode(), bytes(place), None, MS_BIND | MS_REC, None)
-            os.close(handle)
-        os.umask(before)
-
-
-def _read(reading: int, until_s: float) -> bytes:
-    """All that is written until the other end closes, or time is up."""
-    told = b""
-    while select.select([reading], [], [], max(0.0, until_s - time.monotonic()))[0]:
-        some = os.read(reading, 1 << 16)
-        if not some:
-            return told
-        told += some
-    return b""
+def _be(uid: int, gid: int, home: Path, writing: Connection, body: Callable[..., Any], given: Sequence[Any]) -> None:
+    """Be this user in a new process, carry out the body and say how it ended."""
+    failure, result = None, None
+    try:
+        dropped.drop(uid, gid, NEEDED)
+        os.chdir(home)
+        os.environ["HOME"] = str(home)
+        result = body(*given)
+    except BaseException:
+        failure = traceback.format_exc()
+    try:
+        writing.send_bytes(msgspec.json.encode((failure, result)))
+    except TypeError as error:
+        writing.send_bytes(msgspec.json.encode((f"the result is not for JSON: {error}", None)))
 
 
 @contextmanager
@@ -179,7 +134,7 @@ def made() -> Iterator[User]:
     try:
         folder.chmod(0o755)
         user = User(folder)
-        shut = user.does(lambda: [str(one) for one in (Path(sys.executable), folder, *sorted(NEEDED)) if _shut(one)])
+        shut = user.does(_shut, [Path(sys.executable), folder, *sorted(NEEDED)])
         if shut:
             pytest.skip(f"user {user.uid} may not read {', '.join(shut)}: lay the project where all may read it")
         try:
@@ -195,14 +150,19 @@ def made() -> Iterator[User]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shut(path: Path) -> bool:
-    try:
-        os.stat(path)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return not os.access(path, os.R_OK)
+def _shut(places: Sequence[Path]) -> list[str]:
+    """Those of the places that this user may not look into."""
+
+    def shut(path: Path) -> bool:
+        try:
+            os.stat(path)
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+        return not os.access(path, os.R_OK)
+
+    return [str(path) for path in places if shut(path)]
 
 
 class Served:

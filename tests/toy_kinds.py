@@ -62,6 +62,9 @@ class ToyKind(Kind):
         self.running, self.previous = self.previous, "none"
         return True
 
+    def keep(self) -> None:
+        self._called("keep")
+
     def drop(self) -> None:
         self._called("drop")
 

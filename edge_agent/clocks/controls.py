@@ -161,6 +161,20 @@ def discover(root: Path = Path("/")) -> Levers:
     return Levers((*_cpus(root), *_devfreq(root), *_emc(root, modes)), modes)
 
 
+def unplugged(root: Path, saved: Settings, mode: Mode | None) -> list[str]:
+    """Names of saved CPU policies all of whose cores are off now, some of which are not in `mode`; None: no mode.
+
+    The kernel takes no limit for such a policy, and keeps the ones that it has for when a core is on again.
+    """
+    system, found = root / "sys/devices/system/cpu", []
+    for old in saved.levers:
+        folder = system / "cpufreq" / old.name
+        cores = {int(core) for core in (text(folder / "related_cpus") or "").split() if core.isdigit()}
+        if cores and _off(system, folder) and not (mode is not None and cores <= mode.off):
+            found.append(old.name)
+    return found
+
+
 def hottest_c(root: Path = Path("/")) -> float | None:
     """Temperature of the hottest thermal zone that answers; None: none does."""
     return sysfs.hottest_c(sysfs.zones(root / "sys/class/thermal"))
@@ -171,8 +185,8 @@ def _cpus(root: Path) -> Iterable[Lever]:
     folders = sysfs.glob(system, "cpufreq/policy[0-9]*") or sysfs.glob(system, "cpu[0-9]*/cpufreq")
     seen = {folder.resolve(): folder for folder in reversed(_numbered(folders))}
     for folder in reversed(seen.values()):
-        if number(folder / "scaling_max_freq") is None or _off(system, folder):
-            continue  # all its cores are off
+        if not sysfs.there(folder / "scaling_max_freq") or _off(system, folder):
+            continue  # one whose limit cannot be read now is no reason: it may be still to be restored
         listed, hidden = _listed(folder / "scaling_available_frequencies")
         yield Lever(
             name=folder.name if folder.name != "cpufreq" else folder.parent.name,
@@ -188,9 +202,14 @@ def _cpus(root: Path) -> Iterable[Lever]:
 
 
 def _off(system: Path, folder: Path) -> bool:
-    """Whether every core of a policy is off; a core that cannot be turned off has no file for it, and is on."""
+    """Whether every core of a policy is off; a core that cannot be turned off has no file for it, and is on.
+
+    Where the kernel does not list the cores of a policy, one whose limit cannot be read is off.
+    """
     cores = (text(folder / "related_cpus") or "").split()
-    return bool(cores) and all(text(system / f"cpu{core}/online") == "0" for core in cores)
+    if not cores:
+        return number(folder / "scaling_max_freq") is None
+    return all(text(system / f"cpu{core}/online") == "0" for core in cores)
 
 
 def _devfreq(root: Path) -> Iterable[Lever]:
@@ -198,7 +217,7 @@ def _devfreq(root: Path) -> Iterable[Lever]:
     for folder in sysfs.glob(root / "sys/class/devfreq", "*"):
         name = text(folder / "device/of_node/name") or folder.name
         gpu = any(part in name for part in GPUS) and "nvd" not in name  # Thor's video engines are no GPU cores
-        if (gpu or folder.name == "bwmgr") and number(folder / "max_freq") is not None:
+        if (gpu or folder.name == "bwmgr") and sysfs.there(folder / "max_freq"):
             listed, hidden = _listed(folder / "available_frequencies")
             yield Lever(
                 name=folder.name if gpu else "emc",

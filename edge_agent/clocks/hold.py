@@ -130,6 +130,8 @@ class Clamp:
             left.append(str(error))
         found = controls.discover(self.root)
         left += self._apply(controls.undo(found, self._saved))
+        for name in controls.unplugged(self.root, self._saved, found.mode(self._saved.mode)):
+            left.append(f"{name} is restored once one of its cores is on again")
         if not left:
             self._saved = self._mode_put = None
             self._forget()

@@ -9,7 +9,6 @@ any moment: all that it leaves is a TensorRT engine beside the model, which is r
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import statistics
@@ -42,6 +41,10 @@ WARM: Final = 3  # answers before the ones that are timed
 TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
 TENSORRT: Final = "model.engine"
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
+TIED: Final = (  # becomes a program that ends with this process
+    "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 Say = Callable[[Event], None]
 
@@ -212,7 +215,15 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
     assert order.trtexec is not None
     made = model.path.with_name(TENSORRT)
     part = made.with_name(f"{TENSORRT}.part")
-    command = [order.trtexec, f"--onnx={model.path}", f"--saveEngine={part}"]
+    command = [
+        sys.executable,
+        "-c",
+        TIED,
+        str(os.getpid()),
+        order.trtexec,
+        f"--onnx={model.path}",
+        f"--saveEngine={part}",
+    ]
     if one is not None:
         name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
         sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
@@ -224,7 +235,6 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=order.trtexec_s,
-            preexec_fn=functools.partial(die_with, os.getpid()),
         )
         if done.returncode:
             words = done.stdout.decode(errors="replace").strip().splitlines()

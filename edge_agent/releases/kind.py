@@ -74,6 +74,14 @@ class Kind(Protocol):
         """End a check that goes on, and delete staged releases that are not in use."""
         ...
 
+    def keep(self) -> None:
+        """Note that the release in use has held its soak, before anything says so.
+
+        Raises:
+            StoreError: it cannot be written; it is tried again.
+        """
+        return
+
     def settled(self) -> bool:
         """Whether an exchange is complete: no hook runs any more."""
         return True

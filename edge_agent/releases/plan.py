@@ -6,7 +6,8 @@
 
 `Noted` is on disk before the actions that follow are carried out, so that a process finds out where a killed one was.
 After a kill the steps before the swap are repeated: the blob is on disk already, and a second check changes nothing.
-A swap is noted before it is made, together with the release in use until then; a return likewise.
+A swap is noted before it is made, together with the release in use until then; a return likewise. That a release is
+committed is noted after its kind has noted that it held: a version of the agent is on trial until then.
 
 A release with a smaller serial than the one in hand is old news, and one with the same is answered. One with a greater
 serial takes the place of a release that is not in use yet. A release that soaks first comes to its end, unless it is to
@@ -36,7 +37,10 @@ from fedquilt.edge_agent.releases.steps import (
     Failed,
     Fetch,
     Fetched,
+    Idle,
     Ill,
+    Keep,
+    Kept,
     Look,
     Noted,
     State,
@@ -123,12 +127,16 @@ def advance(state: State, event: Event, now_s: float) -> Step:
             return _failed(state, noted, event, now_s)
         case Swapped() if noted.step in ("swapping", "soaking"):
             return _swapped(state, noted, now_s)
+        case Kept() if noted.step == "soaking":
+            return _end(state, "committed", noted.reason, now_s)
         case Ill() if noted.step in ("swapping", "soaking"):
             return _return(_in_use(state, noted), event.reason)
         case Undone() if noted.step == "returning":
             if not event.found:
                 return _end(state, "refused", "there is nothing before it to return to", now_s)
             return replace(state, stage="undone", again_s=now_s), ()
+        case Idle() if noted.step == "wanted" and state.stage != "fetching" and state.waits:
+            return replace(state, again_s=now_s), ()  # at the next look another task may run
         case Look() if now_s >= state.again_s:
             return _look(state, noted, event, now_s)
         case _:
@@ -213,6 +221,8 @@ def _failed(state: State, noted: Noted, event: Failed, now_s: float) -> Step:
         return _end(state, "refused", event.reason, now_s)
     if noted.step == "returning":
         return replace(state, waits=event.reason[:SENTENCE], again_s=now_s + LOOK_S), ()
+    if noted.step == "soaking":
+        return replace(state, again_s=now_s + LOOK_S), ()
     return state, ()
 
 
@@ -272,7 +282,7 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
             if seen.ill:
                 return _return(state, seen.ill)
             if now_s >= state.until_s and seen.settled:
-                return _end(state, "committed", noted.reason, now_s)
+                return replace(state, again_s=inf), (Keep(),)
             late_s = now_s + SOAK_LOOK_S
             return replace(state, again_s=late_s if now_s >= state.until_s else min(state.until_s, late_s)), ()
         case "returning" if state.stage != "undone":

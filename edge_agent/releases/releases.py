@@ -80,7 +80,7 @@ class Releases:
         self._settings, self._clock = settings, clock
         self._states = {kind: steps.State(noted=self._noted(kind)) for kind in kinds}
         self._told: dict[str, Installed] = {}
-        self._begun = self._rests = False
+        self._begun = self._rests = self._worked = False
 
     # -- what the agent asks --
 
@@ -113,9 +113,12 @@ class Releases:
     def step(self, now_s: float) -> float:
         """Do everything that is due; returns when to call again at the latest."""
         self._begin(now_s)
+        ended, self._worked = self._worked and not self._duty.works, self._duty.works
         due_s = math.inf
         for name in self._kinds:
             with self._waiting(name, now_s):
+                if ended:
+                    self._feed(name, steps.Idle(), now_s)
                 self._go_on(name, now_s)
             due_s = min(due_s, now_s + CHECK_LOOK_S if self._checks(name) else self._states[name].again_s)
         return due_s
@@ -261,6 +264,13 @@ class Releases:
                 except FedquiltError as error:
                     event = steps.Failed(str(error))
                 self._feed(name, event, now_s)
+            case steps.Keep():
+                try:
+                    kind.keep()
+                except FedquiltError as error:
+                    log.error("the release of kind %s in use cannot be kept yet: %s", name, error)
+                    return self._feed(name, steps.Failed(str(error)), now_s)
+                self._feed(name, steps.Kept(), now_s)
             case steps.Drop():
                 try:
                     kind.drop()

@@ -83,6 +83,10 @@ class Swapped(msgspec.Struct, frozen=True):
     """The release is in use."""
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """The kind has noted that the release in use has held."""
+
+
 class Ill(msgspec.Struct, frozen=True):
     """The soaking release does not hold up."""
 
@@ -102,6 +106,10 @@ class Begun(msgspec.Struct, frozen=True):
     ill: str = ""
 
 
+class Idle(msgspec.Struct, frozen=True):
+    """A task has ended, and the next one has not begun."""
+
+
 class Look(msgspec.Struct, frozen=True):
     """Facts about the device at a look."""
 
@@ -118,7 +126,7 @@ class Look(msgspec.Struct, frozen=True):
     max_c: float | None = None  # highest temperature at which a release begins; None: no limit
 
 
-Event = Wanted | Withdrawn | Fetched | Checked | Failed | Swapped | Ill | Undone | Begun | Look
+Event = Wanted | Withdrawn | Fetched | Checked | Failed | Swapped | Kept | Ill | Undone | Begun | Idle | Look
 
 # -- actions --------------------------------------------------------------------------------------
 
@@ -153,6 +161,10 @@ class Undo(msgspec.Struct, frozen=True):
     before: str
 
 
+class Keep(msgspec.Struct, frozen=True):
+    """Let the kind note that the release in use has held; `Kept` or `Failed` follows."""
+
+
 class Drop(msgspec.Struct, frozen=True):
     """End a check and delete releases that are not in use."""
 
@@ -161,5 +173,5 @@ class Tell(msgspec.Struct, frozen=True):
     """Publish the release's progress although it has not changed."""
 
 
-Action = Fetch | Abandon | Check | Swap | Undo | Drop | Tell
+Action = Fetch | Abandon | Check | Swap | Undo | Keep | Drop | Tell
 Step = tuple[State, tuple[Action, ...]]

@@ -34,6 +34,7 @@ log = logging.getLogger("fedquilt.agent")
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.build")
 CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
 CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
+KILLED_MOST: Final = 2  # most restarts of a check that was killed from outside, such as for memory
 TAIL_BYTES: Final = 4096
 NEWEST: Final = "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
 NO_LAUNCHER: Final = (
@@ -94,7 +95,7 @@ class AgentKind(Kind):
         self._connected, self._restart, self._quiet = connected, restart, quiet
         self._disk, self._command, self._clock = disk, command, clock
         self._process: subprocess.Popen[bytes] | None = None
-        self._tail, self._until_s = b"", 0.0
+        self._tail, self._until_s, self._killed = b"", 0.0, 0
         self._staged: build.Order | None = None
 
     # -- choice.json --
@@ -152,7 +153,7 @@ class AgentKind(Kind):
         except (OSError, *UNDECODABLE):
             return 0
 
-    def _keep(self, name: str) -> None:
+    def _count(self, name: str) -> None:
         """Note the number of a version that has held, before anything says that it was kept."""
         if (number := self._number(name)) > self._newest():
             file = self._folder() / NEWEST
@@ -206,6 +207,10 @@ class AgentKind(Kind):
 
     def begin_check(self, release: Release) -> None:
         """Start the process that makes the environment and becomes the new version's own check."""
+        self._killed = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self.stop()
         assert self._staged is not None, "a release is staged before it is checked"
         environ = {name: value for name, value in os.environ.items() if name not in (launch.LAUNCHED, "NOTIFY_SOCKET")}
@@ -245,6 +250,14 @@ class AgentKind(Kind):
             return Verdict(f"its check has not ended within {CHECK_S:g} s", {})
         if code == 0:
             return Verdict("", {})
+        if code == -signal.SIGKILL and self._killed < KILLED_MOST:
+            log.warning("the check of the new version was killed: it is made again")
+            self._killed += 1
+            try:
+                self._begin()
+            except ModelError as error:
+                return Verdict(str(error), {})
+            return None
         lines = self._tail.decode(errors="replace").strip().splitlines()
         words = lines[-1].removeprefix("fedquilt: ")[-900:] if lines else "it said nothing"
         if code < 0:
@@ -307,8 +320,17 @@ class AgentKind(Kind):
             self._restart()
         return True
 
+    def keep(self) -> None:
+        """End the trial of the version that runs, once it has been online: its launcher returns from it no more."""
+        if self._started is None:
+            return
+        choice = self._choice()
+        if choice.trying and choice.online and self._started.running == choice.current:
+            self._count(choice.current)
+            self._choose(choice._replace(trying=False))
+
     def drop(self) -> None:
-        """End a check; a trial that has come to its end was passed; delete environments that are of no use any more."""
+        """End a check; delete environments that are of no use any more."""
         self.stop()
         self._staged = None
         if self._started is None:
@@ -316,10 +338,6 @@ class AgentKind(Kind):
         choice = self._choice()
         if self._started.unable and choice.current != self._started.running:
             return self._choose(launch.back(choice, self._started.unable))
-        if choice.trying and choice.online and self._started.running == choice.current:
-            self._keep(choice.current)
-            choice = choice._replace(trying=False)
-            self._choose(choice)
         if choice.trying:
             return
         kept = {choice.current, choice.previous, self._started.running}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import sqlite3
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import CONTEXT
 from homes import Federation, committed
 from ordinary import User
 from saved_homes import contents, saved
@@ -57,6 +59,18 @@ def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_re
     assert federation.notes() == []
 
 
+def runs_beside(home: Path, backups: Path) -> None:
+    """Go on with a job, and wait for one more backup after each of its rounds."""
+
+    def at(fact: AnyFact) -> bool:
+        if isinstance(fact, Committed):
+            before = len(list(backups.glob("*.tar")))
+            until(lambda: len(list(backups.glob("*.tar"))) > before, "one more backup")
+        return False
+
+    Federation(home).run(at)
+
+
 def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_to_its_result(tmp_path: Path) -> None:
     """Boards have counted later rounds than every backup but the last; a method without private state loses nothing.
 
@@ -64,24 +78,10 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
     and the last one of no earlier round than the last but one, however fast either process is.
     """
     federation = Federation(tmp_path / "run", "fedavg", rounds=12).make()
-
-    def backups() -> int:
-        return len(list(tmp_path.glob("*.tar")))
-
-    def at(fact: AnyFact) -> bool:
-        if isinstance(fact, Committed):
-            before = backups()
-            until(lambda: backups() > before, "one more backup")
-        return False
-
-    child = os.fork()
-    if not child:
-        try:
-            federation.run(at)
-        finally:
-            os._exit(0)
+    child = CONTEXT.Process(target=runs_beside, args=(federation.folder, tmp_path))
+    child.start()
     files: list[Path] = []
-    while not os.waitpid(child, os.WNOHANG)[0]:
+    while child.is_alive():
         files.append(saved(federation.folder / "coordinator", tmp_path / f"{len(files)}.tar"))
     states, last = federation.states(), federation.facts()[-1]
     assert isinstance(last, Ended)
@@ -201,31 +201,31 @@ def test_no_two_write_to_one_name(home: Path, tmp_path: Path) -> None:
     backup.restore(file, tmp_path / "again")
 
 
-def in_child(act: Callable[[], Any], die_at: int) -> bool:
+def in_child(act: Callable[..., Any], *given: Any, die_at: int) -> bool:
     """Do something in a process that ends at its `die_at`th step on the disk; whether it came to its end."""
-    child = os.fork()
-    if not child:
-        left = [die_at]
+    child = CONTEXT.Process(target=dies, args=(die_at, act, given))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode == 0
 
-        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-            def step(*given: Any, **named: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), 9)
-                return real(*given, **named)
 
-            return step
+def dies(at: int, act: Callable[..., Any], given: Sequence[Any]) -> None:
+    left = [at]
 
-        for name in ("fsync", "replace", "unlink", "open", "mkdir", "rename"):
-            setattr(os, name, counted(getattr(os, name)))
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return not os.WIFSIGNALED(status)
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*given: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **named)
+
+        return step
+
+    for name in ("fsync", "replace", "unlink", "open", "mkdir", "rename"):
+        setattr(os, name, counted(getattr(os, name)))
+    act(*given)
+    os._exit(0)  # the interpreter's own end takes steps too
 
 
 def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Path) -> None:
@@ -233,11 +233,11 @@ def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Pa
     sound = contents_of(saved(home, tmp_path / "sound.tar"), tmp_path / "sound")
     for die_at in range(100):
         file, again = tmp_path / f"{die_at}.tar", tmp_path / f"home-{die_at}"
-        over = in_child(lambda file=file: saved(home, file), die_at)
+        over = in_child(saved, home, file, die_at=die_at)
         if not file.exists():
             saved(home, file)
         assert contents_of(file, tmp_path / f"checked-{die_at}") == sound
-        over &= in_child(lambda file=file, again=again: backup.restore(file, again), die_at)
+        over &= in_child(backup.restore, file, again, die_at=die_at)
         if not again.exists():
             backup.restore(file, again)
         assert {key: value for key, value in contents(again).items() if not key.startswith(".")} == sound
@@ -300,16 +300,15 @@ def test_a_damaged_home_is_not_saved(home: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("backup*"))
 
 
+def saves_and_restores(folder: Path) -> None:
+    federation = Federation(folder / "run", "fedavg").make()
+    federation.run(committed(1))
+    home = federation.folder / "coordinator"
+    assert main(["backup", str(home), str(folder / "b.tar")]) == 0
+    assert main(["restore", str(folder / "b.tar"), str(folder / "again")]) == 0
+    assert main(["backup", str(home), "/proc/b.tar"]) == 6
+
+
 def test_an_ordinary_user_saves_and_restores(user: User) -> None:
     """In folders of its own; another's home is refused by name."""
-    folder = user.home
-
-    def act() -> None:
-        federation = Federation(folder / "run", "fedavg").make()
-        federation.run(committed(1))
-        home = federation.folder / "coordinator"
-        assert main(["backup", str(home), str(folder / "b.tar")]) == 0
-        assert main(["restore", str(folder / "b.tar"), str(folder / "again")]) == 0
-        assert main(["backup", str(home), "/proc/b.tar"]) == 6
-
-    user.does(act)
+    user.does(saves_and_restores, user.home)

@@ -7,7 +7,7 @@ from typing import Any
 from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
-from fedquilt.coordinator.rolling import SETTLE_S
+from fedquilt.coordinator.rolling import ASK_S, SETTLE_S
 from fedquilt.coordinator.rollouts import Begun, Done, Offered, Passed
 from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core.messages import UPGRADES
@@ -189,6 +189,19 @@ def test_a_release_that_a_board_has_not_heard_is_sent_again(ground: Ground) -> N
     board.take = half_deaf  # type: ignore[method-assign]
     id = ground.deploy()
     ground.play(30.0)
+    assert ground.state(id).status == "done"
+
+
+def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) -> None:
+    """The coordinator drops what a device sends too fast; what a board has said of a release it says but once."""
+    (board,) = ground.fleet(1)
+    board.judge = lambda device, release: "soaking"
+    id = ground.deploy()
+    ground.play()
+    board.judge = good  # and nobody hears of it
+    ground.play(ASK_S / 2)
+    assert ground.state(id).phase(board.name) == "soaking"
+    ground.play(ASK_S)
     assert ground.state(id).status == "done"
 
 

@@ -37,7 +37,7 @@ MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.floa
 PARAMS = {"epochs": 1, "batch": 4, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0, "network": NETWORK}
 
 
-def order(home: Path, examples: Path, budget_bytes: int = 1 << 30) -> Order:
+def order(home: Path, examples: Path, budget_bytes: int) -> Order:
     out = home / "out"
     out.mkdir(exist_ok=True)
     (home / "model").write_bytes(tensors.encode(MODEL))
@@ -92,46 +92,48 @@ def examples(user: User) -> Path:
 # -- the task's process ---------------------------------------------------------------------------
 
 
+def trains(home: Path, examples: Path, budget_bytes: int) -> Any:
+    outcome = carried_out(order(home, examples, budget_bytes))
+    assert os.getuid() != 0
+    return [outcome.code, outcome.reason, outcome.weight, outcome.base_bytes, outcome.peak_bytes]
+
+
 def test_a_tasks_process_trains_and_its_memory_is_measured(user: User, examples: Path):
     """Its peak begins anew with the task, as the kernel lets any user have it for its own processes."""
-
-    def does() -> Any:
-        outcome = carried_out(order(user.home, examples))
-        assert os.getuid() != 0
-        return [outcome.code, outcome.reason, outcome.weight, outcome.base_bytes, outcome.peak_bytes]
-
-    code, reason, weight, base_bytes, peak_bytes = user.does(does)
+    code, reason, weight, base_bytes, peak_bytes = user.does(trains, user.home, examples, 1 << 30)
     assert (code, reason, weight) == ("ok", "", 8.0)
     assert 20 << 20 < base_bytes <= peak_bytes < 200 << 20
 
 
 def test_a_tasks_process_is_killed_above_its_budget(user: User, examples: Path):
     """By the watchdog, which reads another process's size: this user's own."""
-    code, reason = user.does(
-        lambda: [(outcome := carried_out(order(user.home, examples, 1 << 20))).code, outcome.reason]
-    )
+    code, reason, *_ = user.does(trains, user.home, examples, 1 << 20)
     assert code == "memory", reason
+
+
+def is_told(home: Path, examples: Path, form: str) -> str:
+    path = examples if form != "folder" else examples.parent
+    with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
+        load_examples(DataSpec.parse({"path": str(path), "format": form}))
+    settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
+    finding = checks.examples(settings, Path("agent.toml"))
+    assert finding is not None
+    assert "cannot be read by this user" in finding.sentence
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("form", ["auto", "npz", "folder", "idx"])
 def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, examples: Path, form: str):
     """The file's, then its folder's: the board declines by name and path, and the doctor says the same."""
-
-    def told() -> str:
-        path = examples if form != "folder" else examples.parent
-        with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
-            load_examples(DataSpec.parse({"path": str(path), "format": form}))
-        settings = AgentSettings(device="d", home=str(user.home), data={"path": str(examples)})
-        finding = checks.examples(settings, Path("agent.toml"))
-        assert finding is not None
-        assert "cannot be read by this user" in finding.sentence
-        return str(raised.value)
-
     if form in ("auto", "npz"):
         user.shut(examples)
-        assert str(examples) in user.does(told)
+        assert str(examples) in user.does(is_told, user.home, examples, form)
     user.shut(examples.parent)
-    assert str(examples.parent) in user.does(told)
+    assert str(examples.parent) in user.does(is_told, user.home, examples, form)
+
+
+def finds_a_cage(groups: Path, proc: Path) -> bool:
+    return budget.Cage(groups, proc).limit(os.getpid(), 1 << 30)
 
 
 def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
@@ -142,10 +144,19 @@ def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text("0::/system.slice/agent\n")
     user.shut(groups / "system.slice")
-    assert user.does(lambda: budget.Cage(groups, proc).limit(os.getpid(), 1 << 30)) is False
+    assert user.does(finds_a_cage, groups, proc) is False
 
 
 # -- its own files --------------------------------------------------------------------------------
+
+
+def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
+    assert credentials.taken(settings, run) == settings
+    with pytest.raises(JobError, match=r"ca\.crt cannot be read: check its path and permissions"):
+        Broker.parse(url="mqtts://127.0.0.1", ca=settings.broker.ca)
+    with pytest.raises(StoreError, match=r"look for .*device\.key: Permission denied"):
+        enrol.own_key(enrol.Paths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token"))))
+    return identity.credentials(settings, Path("agent.toml")).mend
 
 
 def test_secrets_that_are_roots_are_named(user: User):
@@ -158,16 +169,12 @@ def test_secrets_that_are_roots_are_named(user: User):
         user.shut(folder)
     files = {"ca": str(etc / "ca.crt"), "cert": str(etc / "device.crt"), "key": str(etc / "device.key")}
     settings = AgentSettings(device="d", home=str(user.home), broker=BrokerSettings(url="mqtts://127.0.0.1", **files))
+    assert user.does(names_secrets, settings, etc, run) == "sudo fedquilt doctor agent.toml"
 
-    def does() -> Any:
-        assert credentials.taken(settings, run) == settings
-        with pytest.raises(JobError, match=r"ca\.crt cannot be read: check its path and permissions"):
-            Broker.parse(url="mqtts://127.0.0.1", ca=files["ca"])
-        with pytest.raises(StoreError, match=r"look for .*device\.key: Permission denied"):
-            enrol.own_key(enrol.Paths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token"))))
-        return identity.credentials(settings, Path("agent.toml")).mend
 
-    assert user.does(does) == "sudo fedquilt doctor agent.toml"
+def finds_the_folder(home: Path) -> Any:
+    found = checks.room(home, AgentSettings(device="d", home=str(home)), folders.free_bytes)
+    return [checks.folder(home).number, checks.folder(home).severity, found.number]
 
 
 def test_an_agents_folder_that_may_not_be_seen_is_found(user: User):
@@ -175,16 +182,17 @@ def test_an_agents_folder_that_may_not_be_seen_is_found(user: User):
     state = user.folder / "state"
     (state / "agent/blobs").mkdir(parents=True)
     user.shut(state)
-
-    def does() -> Any:
-        settings = AgentSettings(device="d", home=str(state / "agent"))
-        found = checks.room(state / "agent", settings, folders.free_bytes)
-        return [checks.folder(state / "agent").number, checks.folder(state / "agent").severity, found.number]
-
-    assert user.does(does) == ["FQ302", "error", "FQ303"]
+    assert user.does(finds_the_folder, state / "agent") == ["FQ302", "error", "FQ303"]
 
 
 # -- the clock helper's client --------------------------------------------------------------------
+
+
+def said(*arguments: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.main(["clocks", *arguments]) == 0
+    return out.getvalue()
 
 
 def test_the_clock_commands_are_an_ordinary_users(user: User):
@@ -193,24 +201,22 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
     plant(root, "jetson-orin-nx", 6)
     if user.root:
         user.shut(root / "sys/kernel/debug")
-
-    def said(*arguments: str) -> str:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            assert cli.main(["clocks", *arguments]) == 0
-        return out.getvalue()
-
     with Served(root, user.folder / "run", user.gid) as served:
         where = ("--root", str(root), "--socket", str(served.path))
-        told = user.does(lambda: said("status", *where))
+        told = user.does(said, "status", *where)
         assert "lists 204 2133 3199" in told
-        held = user.does(lambda: said("hold", "emc=2133MHz", "--seconds", "0.01", *where))
+        held = user.does(said, "hold", "emc=2133MHz", "--seconds", "0.01", *where)
         assert held.startswith("held: emc 2133 MHz\nlet go")
     if not user.root:
         user.shut(root / "sys/kernel/debug")
-    alone = user.does(lambda: said("status", *where))
+    alone = user.does(said, "status", *where)
     assert "emc     emc: " in alone
     assert "its list is for root alone to read" in alone
+
+
+def found(root: Path) -> Any:
+    seen = facts.look(root, 1.8e9, 0.0)
+    return [[one.severity, one.sentence] for one in machine.check(seen) if one.number == "FQ172"]
 
 
 def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
@@ -223,16 +229,11 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
         plant(whole, "jetson-orin-nx", 6)
     user.shut(root / "sys/kernel/debug")
     (root / "run").mkdir()
-
-    def found() -> Any:
-        seen = facts.look(root, 1.8e9, 0.0)
-        return [[one.severity, one.sentence] for one in machine.check(seen) if one.number == "FQ172"]
-
-    ((severity, sentence),) = user.does(found)
+    ((severity, sentence),) = user.does(found, root)
     assert (severity, sentence.split(":")[0]) == ("ok", "the frequencies of emc are for root alone to read")
     with Served(whole, root / "run/fedquilt", user.gid) as served:
         assert served.path == root / facts.HELPER
-        assert user.does(found) == [
+        assert user.does(found, root) == [
             ["ok", "the clock helper tells the frequencies of emc, which this user may not read"]
         ]
     shutil.rmtree(root / "run/fedquilt")
@@ -241,9 +242,16 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     shutil.rmtree(blind / "sys/kernel/debug")
     (blind / "etc/nvpmodel.conf").unlink()
     with Served(blind, root / "run/fedquilt", user.gid):
-        ((severity, sentence),) = user.does(found)
+        ((severity, sentence),) = user.does(found, root)
     assert severity == "warning"
     assert "neither to this user nor to the clock helper" in sentence
+
+
+def holds(socket: Path, limit: Path) -> Any:
+    clocks = Clocks.connect(socket)
+    assert clocks is not None
+    clocks.hold(OperatingPoint(name="slow", cpu_hz=345.6e6))
+    return [limit.read_text().strip(), len(clocks.status().clocks)]
 
 
 def test_a_client_hears_the_helper_within_its_own_rights(user: User):
@@ -252,15 +260,24 @@ def test_a_client_hears_the_helper_within_its_own_rights(user: User):
     plant(root, "jetson-tx2", 4)
     limit = root / "sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq"
     with Served(root, user.folder / "run", user.gid) as served:
-
-        def holds() -> Any:
-            clocks = Clocks.connect(served.path)
-            assert clocks is not None
-            clocks.hold(OperatingPoint(name="slow", cpu_hz=345.6e6))
-            return [limit.read_text().strip(), len(clocks.status().clocks)]
-
-        assert user.does(holds) == ["345600", 4]
+        assert user.does(holds, served.path, limit) == ["345600", 4]
     assert limit.read_text().strip() == "2035200"
+
+
+def looks(shut: Path, own: Path, root: bool) -> Any:
+    with pytest.raises(PermissionError):
+        (shut / "inside").is_dir()
+    with pytest.raises(PermissionError):
+        list(shut.iterdir())
+    if root:
+        with pytest.raises(PermissionError):
+            os.setuid(0)
+    own.write_text("mine")
+    return [os.geteuid(), os.getgroups() if root else [], sys.executable]
+
+
+def fails() -> float:
+    return 1 // 0
 
 
 def test_an_ordinary_user_is_no_root(user: User):
@@ -268,18 +285,6 @@ def test_an_ordinary_user_is_no_root(user: User):
     shut = user.folder / "shut"
     (shut / "inside").mkdir(parents=True)
     user.shut(shut)
-
-    def does() -> Any:
-        with pytest.raises(PermissionError):
-            (shut / "inside").is_dir()
-        with pytest.raises(PermissionError):
-            list(shut.iterdir())
-        if user.root:
-            with pytest.raises(PermissionError):
-                os.setuid(0)
-        (user.home / "own").write_text("mine")
-        return [os.geteuid(), os.getgroups() if user.root else [], sys.executable]
-
-    assert user.does(does) == [user.uid, [], sys.executable]
+    assert user.does(looks, shut, user.home / "own", user.root) == [user.uid, [], sys.executable]
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        user.does(lambda: 1 // 0)
+        user.does(fails)

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fedquilt.tools.broker import EmbeddedBroker
+from waiting import LIMIT_S
 
-LIMIT_S = 60.0
+from fedquilt.tools.broker import EmbeddedBroker
 
 
 def test_an_agent_is_ready_without_a_broker_and_says_when_it_is_online(tmp_path: Path) -> None:

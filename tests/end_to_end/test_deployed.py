@@ -14,7 +14,7 @@ import pytest
 from linear_models import DIGITS, network
 from ordinary import User
 from processes import Processes
-from waiting import until
+from waiting import LIMIT_S, until
 
 from fedquilt import config, wire
 from fedquilt.transport.broker import Broker
@@ -44,7 +44,7 @@ class Fleet:
         self.runs = folder / "runs"
         processes.start("coordinator", folder / "serve.log", "serve", "--home", str(self.runs), "--broker", broker.url)
         self.link = MqttLink(Broker.parse(url=broker.url), "observer")
-        self.link.connect(timeout_s=20.0)
+        self.link.connect(LIMIT_S)
         self.link.subscribe([wire.Topics("fleet").device("d", "up", "installed")])
         self.told: list[wire.Installed] = []
         self.agent = self.start()

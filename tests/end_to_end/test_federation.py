@@ -53,7 +53,7 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     broker.kill()
     broker.restart()
     until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
-    assert processes.running["coordinator"].wait(timeout=30) == 0, (tmp_path / "run.log").read_text()
+    assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
 
     found = facts(home)
     counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]

@@ -116,14 +116,14 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     assert "not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it" in said
     assert f"fedquilt {upgrades.NEW} for " in said
     new, old = dict.fromkeys(members, upgrades.NEW), dict.fromkeys(members, fedquilt.__version__)
-    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", 300.0, told=units.said)
+    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)
     assert status(home) == "done"
     until(lambda: versions(home) == new, "all boards say that they are new", told=units.said)
     upgraded = committed(home)
     until(lambda: committed(home) > upgraded + 1, "the new version's rounds", told=units.said)
 
     order("upgrade", "--back", "--home", str(home))
-    until(lambda: versions(home) == old, "all boards are back", 300.0, told=units.said)
+    until(lambda: versions(home) == old, "all boards are back", told=units.said)
     returned = committed(home)
     until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
     with Store(home) as store:
@@ -157,7 +157,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
     broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent.py": upgrades.cannot_start})
     file = upgrades.pack(tmp_path / "agents.tar", [broken])
     order("upgrade", str(file), "--home", str(home), "--canary", "50%", "--phases", "100", "--soak", "1s")
-    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", 300.0, told=units.said)
+    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)
     with Store(home) as store:
         state = store.rollouts.find().state
     assert (state.status, len(state.offered)) == ("aborted", 1)

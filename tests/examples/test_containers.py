@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import LIMIT_S, until
 
 import command_lines
 from fedquilt import __version__, config
@@ -31,7 +31,6 @@ FOLDER = ROOT / "examples" / "containers"
 BASE = os.environ.get("FEDQUILT_TEST_BASE", "")
 HOME = "/var/lib/fedquilt"  # in the containers
 PACKAGES = ("python3", "python3-venv", "mosquitto")
-LIMIT_S = 120.0
 FILES = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}  # of the board, beside its agent.toml
 BROKER = """FROM localhost/base
 RUN usermod --uid 1883 mosquitto && groupmod --gid 1883 mosquitto \\

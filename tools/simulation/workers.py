@@ -11,12 +11,13 @@ from typing import Final, Protocol
 
 import msgspec
 
+from fedquilt import threads
 from fedquilt.core import FedquiltError
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation.machines import Machine
 
-# one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
-SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
+SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
 KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import shlex
 from collections import Counter
@@ -138,7 +139,7 @@ def _batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> Played:
 def spread(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]) -> Iterator[Played]:
     """Play seeds in several processes; yields what came of each part, as it comes."""
     parts = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
-    with ProcessPoolExecutor(processes, initializer=_begin) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
         waiting: set[Future[Played]] = set()
         while parts or waiting:
             while parts and len(waiting) < 2 * processes:

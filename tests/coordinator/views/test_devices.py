@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -182,8 +184,15 @@ def test_watching_shows_each_change_once() -> None:
     assert shown == [[], [devices.Device(IDLE, Reading(0))], []]
 
 
+def printed(home: Path) -> Any:
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = cli.main(["devices", "--home", str(home)])
+    return [code, out.getvalue(), error.getvalue()]
+
+
 @pytest.mark.parametrize("alive", [True, False])
-def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> None:
     """A viewer needs no right to write, whether a coordinator writes meanwhile or has ended; nothing is made there."""
     home = written(user.folder / "coordinator")
     writer = BoardStore(home, writes=True) if alive else None
@@ -194,8 +203,8 @@ def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool, capfd
     for path in (home, *home.iterdir()):
         path.chmod(0o555 if path.is_dir() else 0o444)
     try:
-        code = user.does(lambda: cli.main(["devices", "--home", str(home)]))
-        assert (code, "orin-07" in capfd.readouterr().out) == (0, True)
+        code, out, _ = user.does(printed, home)
+        assert (code, "orin-07" in out) == (0, True)
         assert sorted(path.name for path in home.iterdir()) == before
     finally:
         home.chmod(0o755)
@@ -203,12 +212,13 @@ def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool, capfd
             writer.close()
 
 
-def test_a_home_that_is_shut_to_its_viewer_is_named(user: User, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_home_that_is_shut_to_its_viewer_is_named(user: User) -> None:
     """Not taken for an empty one."""
     home = written(user.folder / "coordinator")
     user.shut(home)
     try:
-        assert user.does(lambda: cli.main(["devices", "--home", str(home)])) == 6
-        assert f"cannot look into {home}: Permission denied" in capfd.readouterr().err
+        code, _, error = user.does(printed, home)
+        assert code == 6
+        assert f"cannot look into {home}: Permission denied" in error
     finally:
         home.chmod(0o755)

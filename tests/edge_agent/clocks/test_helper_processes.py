@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 from clock_trees import Place
-from waiting import until
+from waiting import LIMIT_S, until
 
 from fedquilt.edge_agent.clocks.client import Clocks
-
-LIMIT_S = 60.0
 
 
 class Processes:

@@ -140,6 +140,20 @@ def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):
     assert board.clamp().recover() == []
 
 
+def test_a_killed_one_may_leave_any_file_without_a_value(board: Board):
+    """In a tree of files it was killed between opening one and writing to it; the journal goes when all is restored."""
+    written: list[Path] = []
+    clamp = board.clamp(put=putting(lambda path, _: written.append(path)))
+    clamp.hold(SLOW)
+    assert clamp.restore() == []
+    assert len(set(written)) == 9
+    for path in sorted(set(written)):
+        board.clamp().hold(SLOW)
+        path.write_text("")
+        assert board.clamp().recover() == []
+        assert (board.settings(), list(board.state.iterdir())) == (board.before, []), path
+
+
 def test_a_journal_of_an_earlier_start_of_the_board_sets_no_clock(board: Board):
     """The kernel has set them anew since: what was true then is not now."""
     board.clamp().hold(SLOW)
@@ -196,6 +210,22 @@ def test_what_cannot_be_put_back_is_owed_until_it_can(board: Board):
     capped.clear()
     assert clamp.restore() == []
     assert (clamp.owes, board.settings()) == (False, board.before)
+
+
+def test_cores_that_are_turned_off_during_a_hold_are_restored_once_they_are_on(board: Board):
+    """The kernel keeps their limits meanwhile. A mode that turns them off says itself what holds in it."""
+    cores = [f"sys/devices/system/cpu/cpu{core}/online" for core in (1, 2)]
+    clamp = board.clamp()
+    clamp.hold(SLOW)
+    for core in cores:
+        board.write(core, "0")
+    for one in (clamp, board.clamp()):
+        (said,) = one.restore() if one is clamp else one.recover()
+        assert said == "policy1 is restored once one of its cores is on again"
+        assert (board.state / "clocks.json").exists()
+    board.write(cores[0], "1")
+    assert clamp.restore() == []
+    assert (board.settings(), list(board.state.iterdir())) == (board.before, [])
 
 
 def test_what_is_owed_is_remembered_through_another_hold(board: Board):

@@ -75,41 +75,50 @@ def shown(points: tuple[OperatingPoint, ...]) -> list[Any]:
     return [[point.name, point.cpu_hz, point.gpu_hz, point.emc_hz] for point in points]
 
 
+def reads_all(seen: Path) -> Any:
+    assert not os.access(seen / DEBUG, os.R_OK)
+    device = board_of(seen)
+    assert isinstance(device, JetsonDevice)
+    return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read(0.0)]
+
+
 @every_board
 def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str, jetpack: int):
     """Power, heat, memory, mode and the point of that mode are root's."""
     seen, whole = planted(board, jetpack)
-
-    def reads() -> Any:
-        assert not os.access(seen / DEBUG, os.R_OK)
-        device = board_of(seen)
-        assert isinstance(device, JetsonDevice)
-        return [device.mode, device.memory_bytes, [point.name for point in device.points], device.read(0.0)]
-
     device = board_of(whole)
     reading = device.read(0.0)
     assert isinstance(device, JetsonDevice)
-    mode, memory_bytes, points, told = user.does(reads)
+    mode, memory_bytes, points, told = user.does(reads_all, seen)
     assert (mode, memory_bytes) == (device.mode, device.memory_bytes)
     assert points == [point.name for point in device.points]
     assert (told["power_w"], told["temperature_c"]) == (reading.power_w, reading.temperature_c)
+
+
+def finds_levers(seen: Path) -> Any:
+    found = controls.discover(seen)
+    assert [lever.name for lever in found.hidden] == ["emc"]
+    return [[lever.name, lever.listed] for lever in found.found]
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[1] < 7])  # Thor has a devfreq device
 def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, planted: Any, board: str, jetpack: int):
     """The caps of the modes are no list: on a TX2 they end below its highest clock, and 3 of 198 points were left."""
     seen, whole = planted(board, jetpack)
-
-    def reads() -> Any:
-        found = controls.discover(seen)
-        assert [lever.name for lever in found.hidden] == ["emc"]
-        return [[lever.name, lever.listed] for lever in found.found]
-
     as_root = [
         [lever.name, [] if lever.kind == "emc" else list(lever.listed)] for lever in controls.discover(whole).found
     ]
-    assert user.does(reads) == as_root
+    assert user.does(finds_levers, seen) == as_root
     assert controls.discover(whole).hidden == ()
+
+
+def holds_one(seen: Path, socket: Path) -> Any:
+    device = board_of(seen, lambda: Clocks.connect(socket))
+    point = next(point for point in reversed(device.points) if point.emc_hz is not None)
+    held = device.hold(point)
+    device.release()
+    assert (held.cpu_hz, held.gpu_hz, held.emc_hz) == (point.cpu_hz, point.gpu_hz, point.emc_hz)
+    return shown(device.points)
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.names()])
@@ -118,45 +127,44 @@ def test_with_the_helper_a_board_has_every_point_that_root_sees(user: User, plan
     seen, whole = planted(board, jetpack)
     wanted = shown(board_of(whole, Unheard).points)
     with Served(whole if not user.root else seen, user.folder / "run", user.gid) as served:
-
-        def reads() -> Any:
-            device = board_of(seen, lambda: Clocks.connect(served.path))
-            point = next(point for point in reversed(device.points) if point.emc_hz is not None)
-            held = device.hold(point)
-            device.release()
-            assert (held.cpu_hz, held.gpu_hz, held.emc_hz) == (point.cpu_hz, point.gpu_hz, point.emc_hz)
-            return shown(device.points)
-
-        assert user.does(reads) == wanted
+        assert user.does(holds_one, seen, served.path) == wanted
     assert len(wanted) == OFFERED[board]
     assert any(emc is not None for *_, emc in wanted)
+
+
+class Handler(logging.Handler):
+    said: list[str] = []  # noqa: RUF012
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def reads_thrice(seen: Path) -> Any:
+    logger = logging.getLogger("fedquilt.devices")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Handler())
+    device = board_of(seen, Unheard)
+    for second in range(3):
+        assert device.points
+        device.read(float(second))
+    return [Handler.said, shown(device.points)]
 
 
 def test_a_helper_that_cannot_read_the_lists_either_is_no_error(user: User, planted: Any):
     """The points then leave the memory's clock to the board; which is said once."""
     seen, _ = planted("jetson-orin-nx", 6)
-
-    class Handler(logging.Handler):
-        said: list[str] = []  # noqa: RUF012
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.said.append(record.getMessage())
-
-    def reads() -> Any:
-        logger = logging.getLogger("fedquilt.devices")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(Handler())
-        device = board_of(seen, Unheard)
-        for second in range(3):
-            assert device.points
-            device.read(float(second))
-        return [Handler.said, shown(device.points)]
-
-    said, points = user.does(reads)
+    said, points = user.does(reads_thrice, seen)
     assert len(said) == 1
     assert said[0].startswith("the frequencies of emc are not known here")
     assert len(points) > 50
     assert {emc for *_, emc in points} == {None}
+
+
+def is_refused(seen: Path, socket: Path) -> Any:
+    device = board_of(seen, lambda: Clocks.connect(socket))
+    with pytest.raises(ClockError, match="only read"):
+        device.hold(device.points[0])
+    return [device.adjustable, facts._helper(socket)]
 
 
 def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: User, planted: Any):
@@ -165,14 +173,8 @@ def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: Us
         pytest.skip("the helper of an ordinary user's suite is that user's own")
     seen, _ = planted("jetson-orin-nx", 6)
     with Served(seen, user.folder / "run", None) as served:
-
-        def reads() -> Any:
-            device = board_of(seen, lambda: Clocks.connect(served.path))
-            with pytest.raises(ClockError, match="only read"):
-                device.hold(device.points[0])
-            return [device.adjustable, facts._helper(served.path)]
-
-        assert user.does(reads) == [False, f"this user may not speak to the clock helper at {served.path}"]
+        told = user.does(is_refused, seen, served.path)
+        assert told == [False, f"this user may not speak to the clock helper at {served.path}"]
 
 
 # -- everything else that root alone may read -----------------------------------------------------
@@ -220,10 +222,19 @@ def test_any_folder_may_be_shut(user: User, board: str, jetpack: int):
         user.shut(folder)
         if folder == root / "proc":
             with pytest.raises(AssertionError, match=r"JobError: .* is it a Linux"):
-                user.does(lambda: looked_at(root))
+                user.does(looked_at, root)
         else:
-            assert user.does(lambda: looked_at(root)) == [], folder
+            assert user.does(looked_at, root) == [], folder
         folder.chmod(mode)
+
+
+def reads_what_is_left(root: Path) -> Any:
+    assert looked_at(root) == []
+    device = board_of(root)
+    reading = device.read(0.0)
+    assert (reading.power_w, reading.energy_j, reading.temperature_c, reading.battery) == (None, None, None, None)
+    assert reading.available_bytes is not None
+    return [shown(device.points), modes.present(root)]
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx2", 4), ("jetson-orin-nx", 6)])
@@ -234,18 +245,16 @@ def test_all_files_may_be_shut_but_that_of_the_memory(user: User, board: str, je
     for path in sorted(root.rglob("*")):
         if path.is_file() and not path.is_symlink() and path.name != "meminfo":
             user.shut(path)
-
-    def reads() -> Any:
-        assert looked_at(root) == []
-        device = board_of(root)
-        reading = device.read(0.0)
-        assert (reading.power_w, reading.energy_j, reading.temperature_c, reading.battery) == (None, None, None, None)
-        assert reading.available_bytes is not None
-        return [shown(device.points), modes.present(root)]
-
-    points, mode = user.does(reads)
+    points, mode = user.does(reads_what_is_left, root)
     assert mode is None
     assert all(hz is None for _, *clocks in points for hz in clocks)
+
+
+def asks_for_the_mode(root: Path) -> Any:
+    device = board_of(root)
+    told = {one.number: one.sentence for one in machine.check(facts.look(root, 1.8e9, 0.0))}
+    assert isinstance(device, JetsonDevice)
+    return [device.mode, len(device.points) > 1, told["FQ160"]]
 
 
 def test_a_mode_that_may_not_be_read_is_not_the_catalogues_default(user: User):
@@ -253,16 +262,15 @@ def test_a_mode_that_may_not_be_read_is_not_the_catalogues_default(user: User):
     root = user.folder / "board"
     plant(root, "jetson-tx2", 4)
     user.shut(root / "var/lib/nvpmodel/status")
-
-    def reads() -> Any:
-        device = board_of(root)
-        told = {one.number: one.sentence for one in machine.check(facts.look(root, 1.8e9, 0.0))}
-        assert isinstance(device, JetsonDevice)
-        return [device.mode, len(device.points) > 1, told["FQ160"]]
-
-    mode, several, said = user.does(reads)
+    mode, several, said = user.does(asks_for_the_mode, root)
     assert (mode, several) == (None, True)
     assert said.startswith("nvpmodel's status is for root alone to read")
+
+
+def is_no_board(root: Path) -> str:
+    with pytest.raises(JobError) as raised:
+        board_of(root)
+    return str(raised.value)
 
 
 def test_a_memory_file_that_may_not_be_read_is_told(user: User):
@@ -270,10 +278,4 @@ def test_a_memory_file_that_may_not_be_read_is_told(user: User):
     root = user.folder / "board"
     plant(root, "jetson-tx2", 4)
     user.shut(root / "proc/meminfo")
-
-    def reads() -> str:
-        with pytest.raises(JobError) as raised:
-            board_of(root)
-        return str(raised.value)
-
-    assert "does not tell the memory of this host" in user.does(reads)
+    assert "does not tell the memory of this host" in user.does(is_no_board, root)

@@ -111,6 +111,9 @@ class Board:
                     if self.running != wish.blob.sha256:
                         self.running, self.previous = wish.blob.sha256, self.running
                     self.feed(steps.Swapped())
+                case steps.Keep():
+                    assert self.disk.step == "soaking"
+                    self.feed(steps.Kept())
                 case steps.Undo(before):
                     assert self.disk.step == "returning"
                     if self.running != before:

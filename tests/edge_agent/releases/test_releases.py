@@ -161,6 +161,19 @@ def test_a_task_that_runs_is_waited_for_unless_the_release_is_forced(site: Site,
     assert len(site.all("update")) >= 1
 
 
+def test_a_release_goes_on_as_soon_as_a_task_has_ended(site: Site) -> None:
+    """A board that always has a next task within seconds would be found at work by every other look."""
+    site.ask()
+    deploy(site)
+    site.run(6.0)
+    assert last(site).reason == "a task runs"
+    site.bench.finish()
+    site.run(0.5)
+    site.ask()
+    site.run(0.5)
+    assert last(site).phase == "soaking"
+
+
 def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None:
     """The blob is fetched already: the check waits."""
     toy.need, site.board.available_bytes = 100_000_000, 99_000_000
@@ -211,6 +224,23 @@ def test_a_text_that_is_no_window_is_refused(site: Site) -> None:
 
 
 # -- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Crash(), StoreError("the disk is full")])
+def test_a_release_is_committed_only_once_its_kind_has_noted_that_it_held(
+    site: Site, toy: ToyKind, error: BaseException
+) -> None:
+    """A version of the agent whose trial went on would be returned from later, though it was said to be committed."""
+    toy.fails["keep"] = error
+    deploy(site)
+    with contextlib.suppress(Crash):
+        site.run(20.0)
+    if isinstance(error, Crash):
+        assert all(told.phase != "committed" for told in site.all("installed"))
+        site.start()
+        site.run(20.0)
+    assert [told.phase for told in site.all("installed")][-1] == "committed"
+    assert toy.calls.count("keep") == 2
 
 
 @pytest.mark.parametrize("method", ["stage", "begin_check", "swap", "back", "drop"])

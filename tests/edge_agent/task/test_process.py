@@ -6,11 +6,10 @@ import select
 import sys
 
 import pytest
+from waiting import LIMIT_S
 
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.protocol import Outcome
-
-LIMIT_S = 20.0
 
 
 def obituary(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.events import Means
 from fedquilt.edge_agent.releases.kind import Verdict
 from fedquilt.edge_agent.upgrade import build, launch
-from fedquilt.edge_agent.upgrade.kind import NO_LAUNCHER, AgentKind
+from fedquilt.edge_agent.upgrade.kind import KILLED_MOST, NO_LAUNCHER, AgentKind
 from fedquilt.edge_agent.upgrade.launch import Choice
 from fedquilt.wire import Release
 
@@ -69,7 +67,7 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
     assert board.kind.ill() == ""
     assert board.kind.settled()
     assert board.quiet == 1
-    board.kind.drop()
+    board.kind.keep()
     assert launch.read(board.versions) == Choice(FLASHED, new, "", online=True)
 
 
@@ -127,6 +125,7 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
     for number in range(3):
         versions.append(board.take(bundle(f"number = {number}")))
         assert board.kind.ill() == ""
+        board.kind.keep()
         board.kind.drop()
     assert board.kept == sorted([*versions[1:], launch.CHOICE])
 
@@ -198,6 +197,7 @@ def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..
     with pytest.raises(ModelError, match="was not started by its launcher"):
         kind.stage(Release(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
     assert (kind.current(), kind.ill(), kind.back(), kind.settled()) == ("", NO_LAUNCHER, False, True)
+    kind.keep()
     kind.drop()
     board = SimulatedDevice.named("jetson-tx2")
     assert messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions[UPGRADES] == kind.unable() != ""
@@ -276,14 +276,33 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
     board.kind.stage(release, file)
     board.kind.begin_check(release)
     until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
-    process = board.kind._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    assert "SIGKILL" in until(board.kind.checked, "the check ends").refused
+    board.kind.stop()
     assert board.kept == [f"{new}.new"]
     board.start()
     assert (board.kind.current(), board.verdict(file)) == ("", Verdict("", {}))
     assert board.kept == [new]
+
+
+def test_a_check_that_somebody_kills_is_made_again(board: Board, bundle: Callable[..., Path]) -> None:
+    """As the kernel does where memory runs out; after a few times the version is refused."""
+    file = bundle()
+    release = board.release(file)
+
+    def killed() -> Verdict | None:
+        process = board.kind._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        return board.kind.checked()
+
+    for times in (1, KILLED_MOST):
+        board.kind.stage(release, file)
+        board.kind.begin_check(release)
+        assert [killed() for _ in range(times)] == [None] * times
+    refused = killed()
+    assert refused is not None
+    assert "SIGKILL" in refused.refused
+    assert board.verdict(file) == Verdict("", {})
 
 
 def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]) -> None:

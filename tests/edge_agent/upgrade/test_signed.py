@@ -47,7 +47,7 @@ class Signed(Board):
         """Take a version, which then holds."""
         new = self.take(file)
         assert self.kind.ill() == ""
-        self.kind.drop()
+        self.kind.keep()
         assert (choice := launch.read(self.versions)) is not None
         assert (choice.current, choice.trying) == (new, False)
         return new
@@ -104,7 +104,7 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
 
     monkeypatch.setattr(AgentKind, "_choose", killed)
     with pytest.raises(KeyboardInterrupt):
-        board.kind.drop()
+        board.kind.keep()
     monkeypatch.undo()
     board.start()
     assert "has kept number 2" in board.verdict(old).refused

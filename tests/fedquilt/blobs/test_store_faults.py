@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
 from depot_blobs import BLOB, REF, cut, names
+from forks import CONTEXT
 
 from fedquilt.blobs.store import Depot
 from fedquilt.core import StoreError
@@ -31,7 +32,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         depot.put(b"x")
 
 
-def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: multiprocessing.SimpleQueue[str]) -> None:
+def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: SimpleQueue[str]) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     depot = Depot(folder)
@@ -45,18 +46,17 @@ def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: multiprocessing
 
 def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path: Path) -> None:
     """The kernel refuses to write beyond 10,000 bytes, as a full disk would."""
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
-    child = context.Process(target=_store_on_a_disk_of, args=(10_000, tmp_path, results))
+    results: SimpleQueue[str] = CONTEXT.SimpleQueue()
+    child = CONTEXT.Process(target=_store_on_a_disk_of, args=(10_000, tmp_path, results))
     child.start()
-    child.join(30)
+    child.join()
     assert "cannot store blob" in results.get()
     assert "cannot receive blob" in results.get()
     assert not Depot(tmp_path).has(REF)
     assert not any(name.endswith(".tmp") for name in names(tmp_path))
 
 
-def _store_for_ever(folder: Path, ready: multiprocessing.SimpleQueue[int]) -> None:
+def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:
     depot = Depot(folder)
     for number in range(1 << 30):
         depot.put(number.to_bytes(4, "big") * 50_000)
@@ -66,15 +66,14 @@ def _store_for_ever(folder: Path, ready: multiprocessing.SimpleQueue[int]) -> No
 
 def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
     """A process that stores without end is killed at some moment, several times."""
-    context = multiprocessing.get_context("fork")
     for attempt in range(4):
         folder = tmp_path / str(attempt)
-        ready: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
-        child = context.Process(target=_store_for_ever, args=(folder, ready))
+        ready: SimpleQueue[int] = CONTEXT.SimpleQueue()
+        child = CONTEXT.Process(target=_store_for_ever, args=(folder, ready))
         child.start()
         ready.get()
         child.kill()
-        child.join(30)
+        child.join()
         whole = [name for name in names(folder) if "." not in name]
         assert len(whole) >= 4
         assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == name for name in whole)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import LIMIT_S
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools import broker
@@ -47,7 +48,7 @@ def test_only_the_right_password_gets_in(tmp_path: Path, stage: Stage) -> None:
     wrong.write_text("open barley\n")
     with EmbeddedBroker(password_file=file) as broker:
         url = broker.url.replace("//", "//me@")
-        stage.join(Broker.parse(url, password_file=right), "right").connect(timeout_s=10.0)
+        stage.join(Broker.parse(url, password_file=right), "right").connect(LIMIT_S)
         with pytest.raises(LinkError, match=f"check the user and the password in {wrong}"):
             stage.join(Broker.parse(url, password_file=wrong), "wrong").connect(timeout_s=10.0)
         with pytest.raises(LinkError, match="a client without a user"):

@@ -91,6 +91,11 @@ def test_swap_on_a_card_is_found(board: Any, swaps: str, kind: str, found: str |
     assert [found in one.sentence for one in told if found] == ([True] if found else [])
 
 
+def finds(root: Path) -> list[str]:
+    seen = facts.look(root, 1.8e9, 0.0)
+    return [one.number for one in machine.check(seen) if one.severity != "ok" and one.number > "FQ150"]
+
+
 def test_all_is_read_as_an_ordinary_user(user: User) -> None:
     """The board's own user finds the same conditions as root."""
     root = user.folder / "board"
@@ -101,12 +106,7 @@ def test_all_is_read_as_an_ordinary_user(user: User) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "sys/class/thermal/cooling_device0/cur_state").write_text("1")
-
-    def finds() -> list[str]:
-        seen = facts.look(root, 1.8e9, 0.0)
-        return [one.number for one in machine.check(seen) if one.severity != "ok" and one.number > "FQ150"]
-
-    assert sorted(user.does(finds)) == ["FQ154", "FQ155", "FQ161"]
+    assert sorted(user.does(finds, root)) == ["FQ154", "FQ155", "FQ161"]
 
 
 # -- what beside it is of another board or time ---------------------------------------------------

@@ -328,6 +328,21 @@ def test_the_script_on_a_board_without_such_a_python_says_so(make: Make, tmp_pat
     assert "needs /nowhere/python3.10, which is not here or too old" in ran.stderr
 
 
+def runs(current: Path, etc: Path, settings: bytes, home: Path, packages: str, root: bool) -> list[str]:
+    assert (etc / "agent.toml").read_bytes() == settings
+    if root:
+        with pytest.raises(PermissionError):
+            (etc / "device.key").read_bytes()
+    code = "import fedquilt.cli, sys; print(fedquilt.__file__); fedquilt.cli.main(['agent', sys.argv[1]])"
+    ran = subprocess.run(
+        [current / "bin/python", "-c", code, etc / "agent.toml"],
+        env={"PYTHONPATH": packages, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+    return [ran.stdout.strip(), ran.stderr]
+
+
 def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) -> None:
     """Installed by a root whose umask shuts everything: the agent's user starts it, and may not read the key."""
     files = {"agent.toml": b'device = "d"\nhome = "/var/lib/fedquilt"\n', "device.key": b"k"}
@@ -342,22 +357,7 @@ def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) ->
         os.umask(before)
     current, etc = root.path / "opt/fedquilt/current", root.path / "etc/fedquilt"
     packages = os.pathsep.join(place for place in sys.path if (Path(place) / "msgspec").is_dir())
-
-    def runs() -> list[str]:
-        assert (etc / "agent.toml").read_bytes() == files["agent.toml"]
-        if user.root:
-            with pytest.raises(PermissionError):
-                (etc / "device.key").read_bytes()
-        code = "import fedquilt.cli, sys; print(fedquilt.__file__); fedquilt.cli.main(['agent', sys.argv[1]])"
-        ran = subprocess.run(
-            [current / "bin/python", "-c", code, etc / "agent.toml"],
-            env={"PYTHONPATH": packages, "HOME": str(user.home)},
-            capture_output=True,
-            text=True,
-        )
-        return [ran.stdout.strip(), ran.stderr]
-
-    where, said = user.does(runs)
+    where, said = user.does(runs, current, etc, files["agent.toml"], user.home, packages, user.root)
     assert Path(where).is_relative_to(current)
     assert "/var/lib/fedquilt" in said
     assert "Traceback" not in said

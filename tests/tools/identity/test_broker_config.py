@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from certified import Certified
+from waiting import LIMIT_S
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools.identity import broker_config
@@ -139,7 +140,7 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     site = Site(tmp_path, mosquitto, crl_url)
     lost, kept = site.broker("dev-a"), site.broker("dev-b")
     first: MqttLink = stage.join(lost, "first")
-    first.connect(timeout_s=5.0)
+    first.connect(LIMIT_S)
     site.authority.revoke("dev-a", clock_s())
     shutil.copy(site.authority.folder / "crl.pem", site.out / "crl.pem")
     site.mosquitto.reload()
@@ -150,15 +151,15 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     site.mosquitto.kill()
     site.mosquitto.restart()
     assert "certificate revoked" in refusal(lost, stage)
-    stage.join(kept, "kept").connect(timeout_s=5.0)
+    stage.join(kept, "kept").connect(LIMIT_S)
 
 
 def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site, stage: Any) -> None:
     """The broker knows clients by their certificates' names, whatever id they give."""
     mine = stage.join(site.broker("dev-a"), "fedquilt-fleet-dev-a")
-    mine.connect(timeout_s=5.0)
+    mine.connect(LIMIT_S)
     thief = stage.join(site.broker("dev-b"), "fedquilt-fleet-dev-a")
-    thief.connect(timeout_s=5.0)
+    thief.connect(LIMIT_S)
     before = mine.session
     mine.publish("fq/1/fleet/dev/dev-a/up/claim", b"still here")
     stage.until(lambda: mine.backlog == 0)
@@ -168,7 +169,7 @@ def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site,
 def test_the_broker_announces_its_packet_limit(site: Site, stage: Any) -> None:
     """So blobs are cut to fit; a chunk of 256 KiB does."""
     link = stage.join(site.broker("dev-a"), "one")
-    link.connect(timeout_s=5.0)
+    link.connect(LIMIT_S)
     assert 256 * 1024 < link.max_payload < broker_config.MAX_PACKET
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT_S
 
 from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
@@ -19,7 +20,6 @@ from fedquilt.coordinator import settings
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.simulation import agents
 
-LIMIT_S = 120.0
 DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 JOB = """

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from waiting import LIMIT_S
 
 from fedquilt import enrolment
 from fedquilt.core import JobError, LinkError
@@ -187,7 +188,7 @@ def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None
 
 def ask(site: Site, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
     context = ssl.create_default_context(cafile=str(site.authority.folder / "ca.crt"))
-    connection = http.client.HTTPSConnection("localhost", site.endpoint.port, timeout=10, context=context)
+    connection = http.client.HTTPSConnection("localhost", site.endpoint.port, timeout=LIMIT_S, context=context)
     try:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.run import Outcomes, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers import SINGLE
 
 JOB = {
     "name": "toy",
@@ -137,3 +141,14 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
     """Before anything starts; none at all means this process."""
     with pytest.raises(JobError, match=f"{workers} workers: 1 to 256 can be had"):
         play(folder, workers=workers)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
+def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
+    """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
+    code = "import os, sys; from fedquilt.tools.simulation import pool_worker; pool_worker.prepare(sys.argv[1]); "
+    code += "print(len(os.listdir('/proc/self/task')))"
+    told = subprocess.run(
+        [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "1\n"

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -224,6 +224,17 @@ def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors.decode(shown.stdout)
 
 
+@contextlib.contextmanager
+def _on(cores: frozenset[int]) -> Iterator[None]:
+    """Give processes that the body starts these cores, which they inherit from this thread; none: all that it has."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]) -> dict[str, Any]:
     """One contestant once: what it tells, and what its processes hold together at most. `tell` is called meanwhile.
 
@@ -233,14 +244,9 @@ def run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()
-        process = subprocess.Popen(
-            [*each.command, str(folder), str(each.processes), *filter(None, [each.engine, each.carrier])],
-            stdout=told,
-            stderr=said,
-            env=env,
-            cwd=folder,
-            preexec_fn=partial(os.sched_setaffinity, 0, each.cores) if each.cores else None,
-        )
+        command = [*each.command, str(folder), str(each.processes), *filter(None, [each.engine, each.carrier])]
+        with _on(each.cores):
+            process = subprocess.Popen(command, stdout=told, stderr=said, env=env, cwd=folder)
         rss, pss, spent_s = 0, 0, _children_s()
         while process.poll() is None:
             tell()
