@@ -49,6 +49,7 @@ BENCHES: Final = (
     "sites",
     "cores",
 )
+STORE: Final = ("tests/coordinator/test_object_store.py", "tests/end_to_end/test_large_by_store.py")
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
@@ -227,11 +228,11 @@ def with_a_store(find: Callable[[str], str | None] | None = None) -> Stage:
     """Blobs by a server that speaks S3, which the other tests do without: its package takes 147 MB."""
     return _apart(
         "s3",
-        "models and updates by an S3-compatible store",
+        "models and updates by an S3-compatible store, large ones in turn among kills",
         (find or interpreter)(PYTHONS[0]),
         PYTHONS[0],
         ("moto[server]",),
-        (("-m", "pytest", "tests/coordinator/test_object_store.py"),),
+        (("-m", "pytest", *STORE, "-m", "nightly or not nightly"),),
     )
 
 
