@@ -7,6 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+Change = Callable[[int, bytes], bytes]  # offset in a connection, bytes -> the bytes that pass instead
+
 
 class Listener:
     """A port of 127.0.0.1, whose connections go to `serve` one after the other until `close`."""
@@ -37,15 +39,17 @@ class Relay(Listener):
         port: of 127.0.0.1.
         most: bytes that pass over the connection with this number, from 0, in the larger direction; None: all.
         change: what becomes of bytes from the server; it is given their offset in the connection.
+        sent: likewise for bytes from the client, of the connection with this number.
     """
 
     def __init__(
         self,
         port: int,
         most: Callable[[int], int | None] = lambda number: None,
-        change: Callable[[int, bytes], bytes] = lambda offset, data: data,
+        change: Change = lambda offset, data: data,
+        sent: Callable[[int], Change] = lambda number: lambda offset, data: data,
     ) -> None:
-        self.target, self.most, self.change = port, most, change
+        self.target, self.most, self.change, self.sent = port, most, change, sent
         self.connections = 0
         self.closed = False  # whether connections are refused from now on
         super().__init__()
@@ -54,26 +58,20 @@ class Relay(Listener):
         if self.closed:
             return sock.close()
         number, self.connections = self.connections, self.connections + 1
-        threading.Thread(target=self._relay, args=(sock, self.most(number)), daemon=True).start()
+        threading.Thread(target=self._relay, args=(sock, self.most(number), self.sent(number)), daemon=True).start()
 
-    def _relay(self, sock: socket.socket, most: int | None) -> None:
+    def _relay(self, sock: socket.socket, most: int | None, sent: Change) -> None:
         with sock, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as other:
             back = threading.Thread(target=self._pump, args=(other, sock, most, self.change), daemon=True)
             back.start()
-            self._pump(sock, other, most, None)
+            self._pump(sock, other, most, sent)
             back.join()
 
-    def _pump(
-        self,
-        source: socket.socket,
-        sink: socket.socket,
-        most: int | None,
-        change: Callable[[int, bytes], bytes] | None,
-    ) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, most: int | None, change: Change) -> None:
         passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(16 * 1024 if most is None else min(16 * 1024, most - passed)):
-                sink.sendall(data if change is None else change(passed, data))
+                sink.sendall(change(passed, data))
                 passed += len(data)
                 if passed == most:
                     break

@@ -270,7 +270,7 @@ class Campaign:
         if states != wanted:
             raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
         for device in sorted(frozenset().union(*cohorts)):
-            kept, right = _private(self.folder / device), _private(self.plan.folder(run, device))
+            kept, right = private(self.folder / device), private(self.plan.folder(run, device))
             if kept != right:
                 raise LostError(f"{device} keeps the private state {kept}, and without kills {right}")
 
@@ -301,7 +301,7 @@ def _task_of(agent: int) -> int | None:
     return None
 
 
-def _private(home: Path) -> tuple[str, str] | None:
+def private(home: Path) -> tuple[str, str] | None:
     """(round, sha256) of the private state that a board keeps of the latest round that left any."""
     names = [path.name.rpartition("@")[2].split(".") for path in home.glob("private/*")]
     found = max(names, key=lambda name: int(name[0]), default=None)

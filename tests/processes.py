@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -36,12 +37,16 @@ class Processes:
     def __init__(self) -> None:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, log: Path, *command: str) -> None:
-        self.python(name, log, "-m", "fedquilt.cli", *command)
+    def start(self, name: str, log: Path, *command: str, **variables: str) -> None:
+        """Start a command with these environment variables besides."""
+        self.python(name, log, "-m", "fedquilt.cli", *command, **variables)
 
-    def python(self, name: str, log: Path, *words: str) -> None:
+    def python(self, name: str, log: Path, *words: str, **variables: str) -> None:
+        env = {**os.environ, **variables}
         with log.open("ab") as out:
-            self.running[name] = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)
+            self.running[name] = subprocess.Popen(
+                [sys.executable, *words], stdout=out, stderr=subprocess.STDOUT, env=env
+            )
 
     def kill(self, name: str) -> None:
         self.running[name].send_signal(signal.SIGKILL)

@@ -95,18 +95,19 @@ def follow(home: Path, broker: Broker, blobs: Blobs, store: Any, submit: Callabl
     does not make this process the next one, at a broker that nobody named.
 
     Raises:
-        JobError: places of blobs are wrong.
+        JobError: places of blobs are wrong, or the home's limits.toml is.
     """
+    from fedquilt.coordinator import limits
     from fedquilt.coordinator.views import terminal
 
-    where = blobs.where(broker.ca)
+    where, limited = blobs.where(broker.ca), limits.load(home)
     here, id = store.lock(), submit()
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
     if here:
         console = terminal.Console(wordy=wordy() > 0)
         link, identity = link_to(broker, console.say)
         link.connect(timeout_s=5.0)
-        terminal.coordinate(store, link, broker.fleet, console, only=id, identity=identity, where=where)
+        terminal.coordinate(store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where)
     else:
         if blobs.given:
             print(f"{blobs.given[0]} has no effect: a coordinator serves {home}, by the options of its own command")

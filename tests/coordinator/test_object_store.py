@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import datetime
 import email.utils
-import http.client
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import object_stores
 import pytest
 from cutting import Canned, Relay
+from object_stores import KEYS, asked
 from streamed import Pair
 from two_sides import noise
 
@@ -21,7 +22,6 @@ from fedquilt.coordinator.places import Where
 from fedquilt.core import JobError
 
 CHUNK = 256 * 1024
-KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "verysecret"}
 NOW_S = 1_800_000_000.0
 
 
@@ -88,12 +88,8 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere() -> None:
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
     """Its origin."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-    made = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    made.start()
-    host, port = made.get_host_and_port()
-    yield f"http://{host}:{port}"
-    made.stop()
+    with object_stores.moto() as origin:
+        yield origin
 
 
 class Site:
@@ -103,25 +99,13 @@ class Site:
         port = urlsplit(origin).port or 0
         self.relay = Relay(port)
         self.bucket = Bucket.parse(f"http://127.0.0.1:{self.relay.port}/bucket/models", KEYS)
-        self.direct = Bucket.parse(f"{origin}/bucket/models", KEYS)
-        _ask(self.direct.signed("PUT", ""), "PUT")
+        self.direct = object_stores.bucket(origin)
         self.pair = Pair(folder, "a", "b", where=Where(listen, None, self.bucket))
         self.pair.others.append(self.relay.close)
         self.pair.play(lambda: self.pair.places._stored._clock_known)
 
     def there(self, name: str) -> bool:
-        return _ask(self.direct.signed("HEAD", name), "HEAD") == 200
-
-
-def _ask(url: str, method: str) -> int:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
-    connection.request(method, f"{parts.path}?{parts.query}")
-    with connection.getresponse() as answer:
-        answer.read()
-        status = answer.status
-    connection.close()
-    return status
+        return asked(self.direct.signed("HEAD", name), "HEAD")[0] == 200
 
 
 @pytest.fixture
@@ -152,7 +136,7 @@ def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(si
     name, there = f"fleet/dn/{ref.sha256}", pair.places._stored._there
     pair.boards["a"].transfers.want("a", ref)
     pair.play(lambda: ref.sha256 in there)
-    assert _ask(site.direct.signed("DELETE", name), "DELETE") == 204
+    assert asked(site.direct.signed("DELETE", name), "DELETE")[0] == 204
     there[ref.sha256] = time.monotonic()
     pair.boards["b"].transfers.want("b", ref)
     pair.play(lambda: site.there(name))

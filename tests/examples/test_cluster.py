@@ -23,7 +23,7 @@ PROGRAMS = {
     "scontrol": "test \"$*\" = 'show hostnames node[1-3]' && echo localhost && echo node2 && echo node3",
     "srun": 'echo "srun $*" >> said; while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "ray": 'echo "ray $* $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> said; '
-    'while [[ $1 != -- ]]; do shift; done; shift; exec "$@"',
+    'while [[ $1 != -- ]]; do shift; done; shift; "$@"; code=$?; echo "ray stop" >> said; exit $code',
 }
 
 
@@ -34,7 +34,7 @@ def environment(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
         path = folder / "bin" / name
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
-    return {**os.environ, **SLURM, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    return {**os.environ, **SLURM, "TMPDIR": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
 def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_path: Path) -> None:
@@ -43,7 +43,8 @@ def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_pat
     for _ in range(2):
         done = subprocess.run(["bash", str(SCRIPT), "job.toml", "/runs"], cwd=tmp_path, env=env, check=False)
         assert done.returncode == 8
-    srun, ray, fedquilt, *again = (tmp_path / "said").read_text().splitlines()
+    assert not list(tmp_path.glob("tmp.*"))  # nothing is left
+    srun, ray, fedquilt, _, *again = (tmp_path / "said").read_text().splitlines()
     assert "--nodes=3 --ntasks=3" in srun
     assert "symmetric-run --address 127.0.0.1:6379 --min-nodes 3 --num-cpus=16 " in ray
     assert "dashboard" not in ray  # what `ray start` takes with --head alone, and these options go to all nodes
@@ -53,6 +54,21 @@ def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_pat
     assert mode == "token"
     assert re.fullmatch("[0-9a-f]{64}", token)
     assert not again[1].endswith(token)
+
+
+@pytest.mark.parametrize(
+    ("ray", "code"),
+    [("echo Failed to start Ray >&2", 0), (PROGRAMS["ray"].replace("$code", "0"), 130)],
+    ids=["not started", "interrupted"],
+)
+def test_a_ray_that_does_not_start_or_is_interrupted_fails_the_job(tmp_path: Path, ray: str, code: int) -> None:
+    """`ray symmetric-run` itself ends with exit code 0 then."""
+    env = environment(tmp_path, {**PROGRAMS, "ray": ray, "fedquilt": f"exit {code}"})
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "job.toml"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "job.toml did not come to its end" in done.stderr
 
 
 def test_the_script_without_a_job_says_how_it_is_called(tmp_path: Path) -> None:
@@ -65,15 +81,15 @@ def test_the_script_without_a_job_says_how_it_is_called(tmp_path: Path) -> None:
 
 
 def test_slurms_warning_before_the_time_is_up_reaches_the_command(tmp_path: Path) -> None:
-    """So that it ends well, and goes on when the script is submitted again."""
+    """The command ends well, Ray with it and the job after both; submitted again, the script goes on."""
     waits = "trap 'echo ended >> said; exit 0' TERM; echo began >> said; sleep infinity & wait"
     env = environment(tmp_path, {**PROGRAMS, "fedquilt": waits})
     process = subprocess.Popen(["bash", str(SCRIPT), "job.toml"], cwd=tmp_path, env=env)
     said = tmp_path / "said"
     until(lambda: said.exists() and "began\n" in said.read_text(), "the command", 60.0)
     process.send_signal(signal.SIGTERM)
-    process.wait(timeout=60)
-    until(lambda: said.read_text().endswith("ended\n"), "its end", 60.0)
+    assert process.wait(timeout=60)
+    assert said.read_text().endswith("ended\nray stop\n")
 
 
 @pytest.fixture

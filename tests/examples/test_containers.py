@@ -31,6 +31,7 @@ FOLDER = ROOT / "examples" / "containers"
 BASE = os.environ.get("FEDQUILT_TEST_BASE", "")
 HOME = "/var/lib/fedquilt"  # in the containers
 PACKAGES = ("python3", "python3-venv", "mosquitto")
+HYBRID = Path("/sys/fs/cgroup/unified")  # control groups of versions 1 and 2 side by side, which crun refuses
 FILES = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}  # of the board, beside its agent.toml
 BROKER = """FROM localhost/base
 RUN usermod --uid 1883 mosquitto && groupmod --gid 1883 mosquitto \\
@@ -89,8 +90,8 @@ class Podman:
             "engine": {"cgroup_manager": "cgroupfs"},
             "network": {"network_backend": "netavark", "network_config_dir": str(folder / "networks")},
         }
-        if Path("/sys/fs/cgroup/unified").is_dir() and shutil.which("runc"):
-            tables["engine"]["runtime"] = "runc"  # crun refuses control groups of versions 1 and 2 side by side
+        if HYBRID.is_dir():
+            tables["engine"]["runtime"] = "runc"
         (folder / "containers.conf").write_text(config.text(tables))
         driver = "overlay" if "overlay" in Path("/proc/filesystems").read_text() else "vfs"
         storage = {"driver": driver, "graphroot": str(folder / "root"), "runroot": str(folder / "run")}
@@ -128,8 +129,10 @@ def hindrance() -> str:
     missing = [name for name in ("podman", "podman-compose", "unshare", "nsenter") if shutil.which(name) is None]
     if not Path("/usr/lib/podman/netavark").exists() or not Path("/usr/lib/podman/aardvark-dns").exists():
         missing += ["netavark", "aardvark-dns"]
+    if HYBRID.is_dir() and not shutil.which("runc"):
+        missing.append("runc")
     if missing:
-        return f"not installed: {', '.join(missing)}; apt install podman podman-compose netavark aardvark-dns"
+        return f"not installed: {', '.join(missing)}; apt install podman podman-compose netavark aardvark-dns runc"
     if os.geteuid() != 0:
         return "namespaces for the containers' network need root"
     if f"{sys.version_info.major}.{sys.version_info.minor}" != guest.PYTHON:

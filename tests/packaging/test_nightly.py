@@ -101,6 +101,20 @@ def test_a_stage_that_fails_stops_no_other(
     assert nightly.main(["--out", str(tmp_path / "out"), "--skip", "first", "second"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("last", "result"),
+    [
+        ("1 skipped, 2 deselected in 935.16s (0:15:35)", "skipped"),
+        ("4 skipped in 1.02s", "skipped"),
+        ("7 passed, 1 skipped in 2.10s", "passed"),
+        ("2 skipped stages, of a command that is not pytest", "passed"),
+    ],
+)
+def test_a_stage_none_of_whose_tests_has_run_has_not_passed(tmp_path: Path, last: str, result: str) -> None:
+    """The last line of pytest says so, its exit code does not."""
+    assert nightly.play(Stage("some", "of tests", (python(f"print({last!r})"),)), tmp_path, print).result == result
+
+
 def test_a_stage_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything runs; all are named."""
     with pytest.raises(SystemExit):

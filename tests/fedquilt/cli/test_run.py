@@ -10,9 +10,12 @@ import pytest
 
 from fedquilt.cli import homes, main, options
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import terminal
 from fedquilt.coordinator.views.terminal import UnservedError
+from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.transport.link import Link
 
 
 @pytest.fixture
@@ -44,6 +47,27 @@ def test_a_wrong_place_of_blobs_is_refused_by_name(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     assert main(["resume", run, "--home", str(tmp_path), *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
+    tmp_path: Path, run: str, embedded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above all how much of large updates lies on the disk; a file with an error is named before the run goes on."""
+    found: list[Limits] = []
+
+    def coordinate(store: Store, link: Link, *given: object, limits: Limits, **more: object) -> None:
+        found.append(limits)
+        link.close()
+
+    monkeypatch.setattr(terminal, "coordinate", coordinate)
+    words = ["resume", run, "--home", str(tmp_path), "--broker", embedded_broker.url]
+    (tmp_path / "limits.toml").write_text("waiting_mb = 0\n")
+    assert main(words) == 2
+    with Store(tmp_path) as store:
+        assert store.status(run) == "stopped"
+    (tmp_path / "limits.toml").write_text("waiting_mb = 7\n")
+    main(words)
+    assert found == [Limits(waiting_mb=7)]
 
 
 def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: Path, run: str) -> None:

@@ -1,0 +1,146 @@
+"""Large updates that come in turn through an S3-compatible store, among boards and a coordinator that are killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import object_stores
+import pytest
+from cutting import Change, Relay
+from kills import private
+from processes import TABLE, Processes, facts
+from waiting import until
+
+from fedquilt import bundle, config, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import Answered, Committed, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views.devices import look
+from fedquilt.coordinator.worker import LARGE_BYTES
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools.simulation import agents as fleet
+
+pytestmark = pytest.mark.nightly
+
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [1000, 1000], "classes": 10}
+BOARDS, ROUNDS = 5, 2
+LIMIT_S = 600.0
+
+
+class Uploads:
+    """What devices put into a store, through a relay: 16 kB a second each until it is `wide`."""
+
+    def __init__(self) -> None:
+        self.wide = threading.Event()
+        self.begun: list[str] = []  # devices
+        self.whole: list[str] = []  # those whose upload has passed
+
+    def sent(self, number: int) -> Change:
+        """Bytes of a connection pass unchanged, those of a device's update after a pause."""
+        device, size = "", 0
+
+        def passed(offset: int, data: bytes) -> bytes:
+            nonlocal device, size
+            if offset == 0 and data.startswith(b"PUT /bucket/models/fleet/up/"):
+                device, head = data.split(b"/")[5].decode(), data.split(b"\r\n\r\n")[0]
+                self.begun.append(device)
+                size = len(head) + 4 + int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            if device and not self.wide.is_set():
+                self.wide.wait(1.0)
+            if device and offset + len(data) == size:
+                self.whole.append(device)
+            return data
+
+        return passed
+
+
+@pytest.fixture
+def moto() -> Iterator[str]:
+    """Its origin."""
+    with object_stores.moto() as origin:
+        yield origin
+
+
+def job(folder: Path) -> fleet.Plan:
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    assert len(first) > LARGE_BYTES
+    bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 2_200_000}, {"model": first})
+    table = {
+        **TABLE,
+        "method": "scaffold",
+        "rounds": ROUNDS,
+        "params": {"lr": 0.05, "batch": 32, "epochs": 1},
+        "cohort": {"deadline_s": LIMIT_S, "start_devices": BOARDS, "min_devices": BOARDS},
+        "data": {**TABLE["data"], "classes": 5},
+        "fleet": {"devices": BOARDS, "boards": ["jetson-nano"], "budgets": ["512MB"]},
+    }
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    (folder / "job.toml").write_text(config.text({**plain, **table}))
+    return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+
+
+def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit(
+    tmp_path: Path, processes: Processes, mosquitto: Callable[..., Any], moto: str
+) -> None:
+    """One board is killed while it waits, one while it sends, the coordinator while both happen; SCAFFOLD's bits."""
+    broker, log, home, plan, uploads = mosquitto(), tmp_path / "log", tmp_path / "runs", job(tmp_path), Uploads()
+    store, relay = object_stores.bucket(moto), Relay(int(moto.rpartition(":")[2]), sent=uploads.sent)
+    home.mkdir()
+    (home / "limits.toml").write_text("waiting_mb = 1\n")  # less than an update: two at a time
+    commands: dict[str, tuple[str, ...]] = {}
+    for table in plan.agents():
+        name = table["device"]
+        told = {**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}
+        (tmp_path / f"{name}.toml").write_text(config.text(told))
+        commands[name] = ("agent", str(tmp_path / f"{name}.toml"))
+        processes.start(name, log, *commands[name])
+    where = ("--blobs-s3", f"http://127.0.0.1:{relay.port}/bucket/models")
+    commands["run"] = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url, *where)
+    processes.start("run", log, *commands["run"], **object_stores.KEYS)  # no board has the keys
+
+    def step(wanted: str, round: int) -> list[str]:
+        """Boards that wait, or send, in a round, as `devices` shows them."""
+        boards = [each.board for each in look(home)] if (home / "boards.db").exists() else []
+        doing = {each.device: each.doing for each in boards if each.doing is not None}
+        return sorted(name for name, each in doing.items() if (each.step, each.round) == (wanted, round))
+
+    def die(name: str) -> None:
+        processes.kill(name)
+        processes.start(name, log, *commands[name], **(object_stores.KEYS if name == "run" else {}))
+
+    def others_wait(round: int) -> bool:
+        return len(step("sending", round)) == 2 and len(step("waiting", round)) == BOARDS - 2
+
+    until(lambda: others_wait(0), "turns in round 0", LIMIT_S, told=log.read_text)
+    waits, sends = step("waiting", 0)[0], step("sending", 0)[0]
+    assert set(uploads.begun) == set(step("sending", 0))
+    die(waits)
+    die(sends)
+    uploads.wide.set()
+    until(lambda: any(isinstance(fact, Committed) for fact in facts(home)), "round 0", LIMIT_S, told=log.read_text)
+    uploads.wide.clear()
+    before = len(uploads.begun)
+    until(lambda: others_wait(1), "turns in round 1", LIMIT_S, told=log.read_text)
+    assert set(uploads.begun[before:]) == set(step("sending", 1))
+    die("run")
+    uploads.wide.set()
+    until(lambda: isinstance(facts(home)[-1], Ended), "the end of the job", LIMIT_S, told=log.read_text)
+    assert processes.running["run"].wait(timeout=60) == 0, log.read_text()
+
+    found = facts(home)
+    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
+    assert len(counted) == len(set(counted)) == (ROUNDS + 1) * BOARDS  # and the closing evaluation
+    virtual, _ = fleet.virtually(plan)
+    with Store(plan.home) as calm:
+        states = [fact.state for _, _, fact in calm.facts(virtual) if isinstance(fact, Committed)]
+    assert [fact.state for fact in found if isinstance(fact, Committed)] == states
+    for table in plan.agents():
+        kept = private(tmp_path / table["device"])
+        assert kept is not None
+        assert kept == private(plan.folder(virtual, table["device"]))
+    assert set(uploads.whole) == {each["device"] for each in plan.agents()}
+    assert b"/up/" not in object_stores.asked(store.signed("GET", ""), "GET")[1]
+    relay.close()

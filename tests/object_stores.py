@@ -1,0 +1,43 @@
+"""A server that speaks S3, with a bucket, and requests to it."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from fedquilt.coordinator.object_store import Bucket
+
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "verysecret"}
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    """Origin of a store in this process; a test without its package is skipped."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
+    made = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    made.start()
+    host, port = made.get_host_and_port()
+    yield f"http://{host}:{port}"
+    made.stop()
+
+
+def bucket(origin: str) -> Bucket:
+    """A new bucket of a store."""
+    found = Bucket.parse(f"{origin}/bucket/models", KEYS)
+    asked(found.signed("PUT", ""), "PUT")
+    return found
+
+
+def asked(url: str, method: str) -> tuple[int, bytes]:
+    """Status and body of a store's answer."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    connection.request(method, f"{parts.path}?{parts.query}")
+    with connection.getresponse() as answer:
+        found = answer.status, answer.read()
+    connection.close()
+    return found
