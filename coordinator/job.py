@@ -364,12 +364,10 @@ class Running:
         self._alike = tasks.Common(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
         known = expected(self._half.fold, self.state)
-        sizes = [
-            tensors.total_bytes(known.bundles.values()) if known else 0,
-            *map(size_of, self.rounds.answered.values()),
-        ]
-        sizes.append(self.rounds.state.size if self.rounds.state else 0)
-        large = max(sizes) >= self._large_bytes or self.rounds.folded is not None
+        of_update = tensors.total_bytes(known.bundles.values()) if known else 0
+        of_state = self.rounds.state.size if self.rounds.state else 0
+        largest = max(of_update, of_state, *map(size_of, self.rounds.answered.values()))
+        large = largest >= self._large_bytes or self.rounds.folded is not None
         self._summing = Summing(self._store.depot, self._half, self.state, self.job, large=large)
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
