@@ -106,7 +106,7 @@ class Beside:
 
     @property
     def _due_s(self) -> float:
-        return rounds.next_s(self._served.job.rounds) + self.lost_s
+        return rounds.next_s(rounds.later(self._served.job.rounds, self.lost_s))
 
     def deadline_s(self, now_s: float) -> float:
         """Time of the round's deadline, as long as it lies ahead; then, until which the round waits for who is in time.

@@ -37,7 +37,7 @@ def decide(
         busy: devices that are left to other jobs now.
         most: number of devices that may be asked now.
         late: whether the job has waited for so long as it may until its first round.
-        lost_s: seconds in which no device could be reached, for which the round's own clock has stood still.
+        lost_s: seconds of the running attempt in which no device could be reached: it ends so much later.
     """
     fleet = registry.seen(now_s)
 
@@ -49,7 +49,7 @@ def decide(
     if short := rounds.left_alone(job.rounds, free, ask, registry.start):
         passed, free = {**passed, **short}, free - short.keys()
     taken = (busy & free) - set(at_work)
-    following = partial(rounds.decide, job.rounds, now_s - lost_s, free | set(at_work), ask, taken)
+    following = partial(rounds.decide, rounds.later(job.rounds, lost_s), now_s, free | set(at_work), ask, taken)
     fact = following(most)
     if fact is None and late and (ended := rounds.too_late(job.rounds, len(free))) is not None:
         return ended

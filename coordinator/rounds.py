@@ -38,7 +38,7 @@ def decide(
 
     Args:
         state: of the job.
-        now_s: seconds of the round's clock: the coordinator's, which stands still while no device can be reached.
+        now_s: seconds of the coordinator's clock.
         online: devices that could take a task of this round, or have one.
         ask: gives the work of a device's task.
         busy: of them, those that have to be left to other jobs now: they take part, and are asked later.
@@ -120,6 +120,11 @@ def left_alone(
 def next_s(state: Rounds) -> float:
     """Time at which `decide` may change its answer without an event."""
     return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
+
+
+def later(state: Rounds, lost_s: float) -> Rounds:
+    """The state with an attempt that begins, and so ends, later by `lost_s`; infinite: it does not end."""
+    return replace(state, opened_s=state.opened_s + lost_s) if lost_s else state
 
 
 def latest_s(state: Rounds) -> float:

@@ -309,10 +309,12 @@ def _summed(state: fedavg.State) -> Decoder:
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
 
     def read(payload: bytes) -> object:
-        packed = {"packed": np.frombuffer(payload, np.uint8)}
-        return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, {passed.SUM: packed})))
+        bundles = {passed.SUM: tensors.decode(payload)}
+        return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, bundles)))
 
-    return Decoder("coordinator/sites.py", read, (UpdateError,), (tensors.pack(total),), measured)
+    arrays, skeleton = tensors.parts(total)
+    sent = tensors.encode(passed.summed(arrays, skeleton["state"], ["a", "b"]))
+    return Decoder("coordinator/sites.py", read, (UpdateError,), (sent,), measured)
 
 
 def _passed(state: fedavg.State) -> Decoder:

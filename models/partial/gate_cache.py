@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SPARE = 1.2  # factor on a file's size that has to be free on the disk
 VERSION = 2
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64)[:, 0]
+"""The eight bits of each byte, as bytes in the order in which they are packed."""
 
 
 class Seen(NamedTuple):
@@ -128,11 +130,11 @@ def unpack(rows: torch.Tensor, like: Layout) -> list[torch.Tensor]:
         found.append(held[:, at : at + prod(shape)].reshape(count, *shape))
         at += prod(shape)
     at = like.value_bytes + like.index_bytes
-    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=rows.device)
+    of_byte = torch.from_numpy(BITS).to(rows.device)
     for shape in like.masks:
         size = -(-prod(shape) // 8)
-        each = (rows[:, at : at + size, None] & bits).view(count, 8 * size)[:, : prod(shape)]
-        found.append(each.ne(0).reshape(count, *shape))
+        each = of_byte[rows[:, at : at + size].long()].view(torch.bool)[:, : prod(shape)]
+        found.append(each.reshape(count, *shape))
         at += size
     return found
 

@@ -20,8 +20,8 @@ def obituary(
     child = Child([sys.executable, "-c", program], "numpy", lambda: next(counts), lambda: next(own_counts))
     try:
         while not child.gone:
-            child.receive()
             select.select(child.fds(), [], [], LIMIT_S)
+            child.receive()
         child.receive()
         return child.obituary()
     finally:
