@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from fedquilt.transport.connect import LONGEST_S
+from fedquilt.transport.connect import FIRST_S, LONGEST_S
 
 
 class Absence:
-    """The broker, as seen from here. Devices that it lost as well come back by themselves, after a back-off."""
+    """The broker, as seen from here. Devices that it lost as well come back by themselves, after a back-off.
+
+    One that is away as this process starts may have been away for long: the longest back-off follows.
+    """
 
     def __init__(self) -> None:
         self.lost_s = 0.0  # seconds so far: of each absence, and of the longest back-off that follows it
         self._since_s: float | None = None
+        self._known = False  # whether it has been reached by this process
 
     @property
     def away(self) -> bool:
@@ -23,4 +27,6 @@ class Absence:
             self._since_s = now_s
         elif reached and self._since_s is not None:
             gone_s, self._since_s = now_s - self._since_s, None
-            self.lost_s += gone_s + min(gone_s, LONGEST_S)
+            began = self._known or gone_s < FIRST_S  # here, or it was not away: a connection takes a moment
+            self.lost_s += gone_s + (min(gone_s, LONGEST_S) if began else LONGEST_S)
+        self._known = self._known or reached
