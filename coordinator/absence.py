@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fedquilt.transport.connect import FIRST_S, LONGEST_S
 
 
@@ -20,6 +22,10 @@ class Absence:
     def away(self) -> bool:
         """Whether it is not reached now."""
         return self._since_s is not None
+
+    def since(self, lost_s: float) -> float:
+        """Seconds lost since `lost_s` were; infinite while it is not reached."""
+        return math.inf if self.away else self.lost_s - lost_s
 
     def note(self, reached: bool, now_s: float) -> None:
         """Note whether it is reached now."""

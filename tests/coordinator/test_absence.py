@@ -111,6 +111,21 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
     stage.store.close()
 
 
+def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path: Path) -> None:
+    """Its boards are back within their back-off; without them it fails once its own time is over."""
+    for name, comes, status in (("back", True, "running"), ("gone", False, "failed")):
+        stage = Stage(tmp_path / name, cohort={"start_timeout_s": 20.0, "deadline_s": 300.0})
+        stage.play(1.0)
+        _away(stage, 3600.0)
+        stage.play(LONGEST_S)
+        assert stage.told(Ended) == []
+        if comes:
+            stage.hand("a")
+        stage.play(25.0)
+        assert stage.store.status(stage.job) == status
+        stage.store.close()
+
+
 @pytest.mark.parametrize(("took_s", "lost_s"), [(FIRST_S / 2, FIRST_S), (2.0, 2.0 + LONGEST_S)])
 def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(
     took_s: float, lost_s: float
