@@ -101,8 +101,7 @@ class Beside:
         absence, state = self._executor.absence, self._served.job.rounds
         if state.opened_s != self._lost[0]:
             self._lost = state.opened_s, absence.lost_s
-        lost_s = math.inf if absence.away else absence.lost_s - self._lost[1]
-        return min(lost_s, rounds.latest_s(state) - state.opened_s - state.deadline_s)
+        return min(absence.since(self._lost[1]), rounds.latest_s(state) - state.opened_s - state.deadline_s)
 
     @property
     def _due_s(self) -> float:

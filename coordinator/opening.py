@@ -114,11 +114,16 @@ class Opening:
         return self._end(row, ended)
 
     def _end(self, job: Row | Running, fact: facts.Ended) -> None:
-        """End a job that is not at work, and publish that as of any other."""
-        over = shown.ended(self._desk.store, job, fact)
+        over = self.end(job, fact)
         if over.rounds.phase == fact.status:
             self._desk.observe(over, fact)
-        self._desk.news[job.id] = over
+
+    def end(self, job: Row | Running, fact: facts.Ended) -> shown.Over:
+        """End a job that is not at work, and publish that; it is not held any more, and tried at once when resumed."""
+        self._held.forget(job.id)
+        self._desk.store.holds.forget(job.id)
+        self._desk.news[job.id] = over = shown.ended(self._desk.store, job, fact)
+        return over
 
     def put_off(self, job: Row | Running, error: UnreadableError, now_s: float) -> None:
         """Take a job up again a little later, as the disk has failed; or give up what it did not give back."""

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, shown, sites, triggers, turns
+from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
@@ -241,7 +241,7 @@ class Server:
         wanted = [row for row in self._store.jobs() if self._only in (None, row.id)]
         for row in wanted:
             if row.status == "stopping" and row.id not in self._jobs and row.id not in opening:
-                self._desk.news[row.id] = shown.ended(self._store, row, facts.Ended("stopped", "by request"))
+                self._opening.end(row, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
         if now_s >= self._tidy_s and self._worker.idle:
             self._tidy_s = now_s + TIDY_S

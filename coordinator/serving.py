@@ -98,7 +98,8 @@ class Serving:
     def __init__(self, desk: Desk, job: Running, submitter: str, since_s: float, now_s: float) -> None:
         self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
         timeout_s = job.job.cohort.start_timeout_s
-        self._late_s = math.inf if timeout_s is None else since_s + timeout_s  # when its first round is to have begun
+        self._begins_s = math.inf if timeout_s is None else since_s + timeout_s  # when its first round is to have begun
+        self._lost_s = desk.executor.absence.lost_s  # of the time until now
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
@@ -118,6 +119,11 @@ class Serving:
     def asked(self) -> frozenset[str]:
         """Devices asked that have not answered."""
         return self.job.rounds.asked
+
+    @property
+    def _late_s(self) -> float:
+        """When its first round is to have begun; while no device can be reached, no time passes."""
+        return self._begins_s + self._desk.executor.absence.since(self._lost_s)
 
     def next_s(self, now_s: float) -> float:
         """Time at which `advance` may do something without an event."""

@@ -42,3 +42,7 @@ class Waiting:
             return None
         self._tried[job] = Tried(what, known.number + 1, known.since_s, now_s + AGAIN_S)
         return self._tried[job]
+
+    def forget(self, job: str) -> None:
+        """Note that a job does not wait any more."""
+        self._tried.pop(job, None)

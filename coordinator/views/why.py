@@ -115,7 +115,7 @@ class Parts:
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
                 late = Part("asked", "selected; no update before the round closed")
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
-            case Ended(status=status):
+            case Ended(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
                 silent = [device for device, part in found.get(state.round, {}).items() if part.code == "asked"]
                 if silent:
                     found[state.round].update(

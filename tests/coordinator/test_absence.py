@@ -11,7 +11,7 @@ from rolled import Ground
 from fedquilt.coordinator.absence import Absence
 from fedquilt.coordinator.facts import Answered, Closed, Ended, Reopened
 from fedquilt.coordinator.rollouts import Offered, Passed
-from fedquilt.transport.connect import LONGEST_S
+from fedquilt.transport.connect import FIRST_S, LONGEST_S
 
 
 def _away(stage: Stage, seconds: float) -> None:
@@ -91,6 +91,53 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
     stage.play()
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
     stage.store.close()
+
+
+def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_boards_in_their_back_off(
+    tmp_path: Path,
+) -> None:
+    """It was killed while the broker was away: boards may have their longest back-off before them."""
+    stage, hands = _begun(tmp_path)
+    stage.link.connected = False
+    stage.play(60.0)
+    stage.restart()
+    _away(stage, 1.0)
+    stage.play(30.0 + LONGEST_S - 2.0)
+    assert stage.told(Reopened) == stage.told(Ended) == []
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path: Path) -> None:
+    """Its boards are back within their back-off; without them it fails once its own time is over."""
+    for name, comes, status in (("back", True, "running"), ("gone", False, "failed")):
+        stage = Stage(tmp_path / name, cohort={"start_timeout_s": 20.0, "deadline_s": 300.0})
+        stage.play(1.0)
+        _away(stage, 3600.0)
+        stage.play(LONGEST_S)
+        assert stage.told(Ended) == []
+        if comes:
+            stage.hand("a")
+        stage.play(25.0)
+        assert stage.store.status(stage.job) == status
+        stage.store.close()
+
+
+@pytest.mark.parametrize(("took_s", "lost_s"), [(FIRST_S / 2, FIRST_S), (2.0, 2.0 + LONGEST_S)])
+def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(
+    took_s: float, lost_s: float
+) -> None:
+    """No longer back-off follows a connection that takes its moment; an absence after that is as long as it is."""
+    absence = Absence()
+    absence.note(False, 5.0)
+    absence.note(True, 5.0 + took_s)
+    assert absence.lost_s == pytest.approx(lost_s)
+    absence.note(False, 100.0)
+    absence.note(True, 101.0)
+    assert absence.lost_s == pytest.approx(lost_s + 2.0)
 
 
 @pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + LONGEST_S)])

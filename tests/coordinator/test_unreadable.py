@@ -12,6 +12,7 @@ from by_hand import NETWORK, Stage, ones
 from fedquilt import bundle, compression, tensors
 from fedquilt.coordinator import unreadable
 from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
+from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.worker import Here
 from fedquilt.core import Encoding
 from fedquilt.disk import Place, Private
@@ -93,6 +94,33 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.status(stage.job) == "done"
+    stage.store.close()
+
+
+def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_path: Path) -> None:
+    """Nothing is left of what held it: neither the wait for the next try, nor what people are told of it."""
+    stage = Stage(tmp_path, limits=Limits(), rounds=2)
+    stage.disk = Bad(second_round(stage))
+    stage.restart()
+    stage.play()
+    assert stage.store.holds.of(stage.job) is not None
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    assert (stage.store.status(stage.job), stage.store.holds.of(stage.job)) == ("stopped", None)
+    stage.disk.left = 0  # type: ignore[attr-defined]
+    stage.store.set_status(stage.job, "queued")
+    stage.play()
+    assert stage.store.status(stage.job) == "running"
+    stage.store.close()
+
+
+def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path) -> None:
+    """Once it is resumed, it waits in line, and not for the disk."""
+    stage = Stage(tmp_path, rounds=2)
+    stage.disk = Bad(second_round(stage))
+    stage.restart()
+    wait(stage, unreadable.TRIES)
+    assert (stage.store.status(stage.job), stage.store.holds.of(stage.job)) == ("failed", None)
     stage.store.close()
 
 

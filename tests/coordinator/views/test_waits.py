@@ -95,6 +95,15 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> N
     held.store.close()
 
 
+def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    """No device has been asked: the run's own reason is all that there is."""
+    held.play(unreadable.TRIES * (unreadable.AGAIN_S + 1.0))
+    assert main(["why", held.job, "--home", str(held.store.home)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{held.job} has failed: the bundle of {held.job} cannot be read" in told
+    held.store.close()
+
+
 def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
     """Nor by nobody, where none is here; and a run that is removed leaves nothing behind."""
     held.restart()

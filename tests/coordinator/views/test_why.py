@@ -133,6 +133,12 @@ def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     assert why.parts(again, PLAN)[0]["a"].code == "answered"
 
 
+def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_with_its_round() -> None:
+    """Nobody had a task when it failed, for a bundle that is gone."""
+    facts: list[AnyFact] = [Started(BLOB), Asked(0, 0, ("a",)), Ended("stopped", "by request"), Ended("failed", "gone")]
+    assert why.parts(facts, PLAN)[0]["a"].text == "selected; no update before the run was stopped"
+
+
 @pytest.mark.parametrize(
     ("status", "silence"),
     [("failed", "no update by the deadline"), ("stopped", "no update before the run was stopped")],
