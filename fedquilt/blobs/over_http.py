@@ -246,6 +246,8 @@ def _put(reach: Reach, source: Source, file: int, ref: BlobRef, start: int, move
             connection.endheaders()
             send_file(connection.sock, file, start, ref.size - start, moved)
         with connection.getresponse() as answer:
+            if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
+                raise ConnectionError("it is further than it said")
             _require(source, answer, (200, 201, 204))
 
 

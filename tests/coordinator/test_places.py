@@ -132,6 +132,21 @@ def test_connections_that_break_again_and_again_are_gone_on_with(
     assert board.depot.has(ref)
 
 
+def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of a connection that broke may arrive after the answer that told how far it came."""
+    relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
+    told, early = over_http._offset, [0]
+    monkeypatch.setattr(over_http, "_offset", lambda *of: early.pop() if early else told(*of))
+    board = pair.boards["a"]
+    ref = board.depot.put(noise(12 * CHUNK))
+    pair.coordinator.transfers.want("a", ref)
+    pair.play(lambda: bool(pair.coordinator.errors))
+    assert pair.coordinator.errors == {("a", ref.sha256): None}
+    assert pair.broker.chunks == 0
+
+
 def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     relayed(pair, monkeypatch, most=lambda number: 10 if number == 0 else None)
     ref, board = pair.coordinator.depot.put(noise(4 * CHUNK)), pair.boards["a"]
