@@ -73,7 +73,7 @@ class Holds:
                 self._db.execute("delete from held where job = ?", (job,))
 
     def of(self, job: str) -> Hold | None:
-        """Why the coordinator that started last holds a job; None: it does not."""
+        """Reason for which the latest coordinator of this home holds a job; None: the job is not held."""
         with storing(self._home):
             if self._db.execute(_THERE).fetchone() is None:
                 return None

@@ -95,7 +95,7 @@ class Running:
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def opening(self) -> Callable[[], Opened]:
-        """Function for the loop or a worker that reads or makes what the job goes on from: see `States.opened`."""
+        """Function that reads the job's state, or makes the first one, in the loop or a worker: see `States.opened`."""
         return partial(self._states.opened, self.rounds)
 
     def opened(self, found: Opened, now_s: float) -> bool:

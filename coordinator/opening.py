@@ -82,7 +82,7 @@ class Opening:
         self._opened([(row, result)], now_s)
 
     def _opened(self, found: Sequence[tuple[Row, Result]], now_s: float) -> None:
-        """Let the jobs go on whose states are here, all before any of them does."""
+        """Serve the jobs whose states have been read: all are entered before any of them takes a step."""
         ready, left = [], set[str]()
         for row, result in found:
             job, loans = self.jobs.pop(row.id), self._desk.loans

@@ -47,7 +47,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def gated(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
-    """Gated value alpha * z; slope * z where it is off."""
+    """Gated value alpha * z; slope * z where it is off. An infinite z that is off gives NaN, without a slope."""
     return torch.where(on, z, slope * z) if slope else z * on  # a product takes a third of `where`'s time
 
 

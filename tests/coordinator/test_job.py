@@ -245,7 +245,7 @@ def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_
 def test_a_round_that_another_process_takes_up_has_what_is_left_of_its_deadline(
     tmp_path: Path, passed_s: float, left_s: float
 ) -> None:
-    """By the wall clock; a tenth at the least, and the whole where that clock was set or nobody was here for long."""
+    """The wall clock tells: a tenth of the deadline at least, all of it after a set clock or a long time without us."""
     wall = [1e9]
     with mock.patch.object(time, "time", side_effect=lambda: wall[0]):
         made = Round(tmp_path, {"cohort": {"deadline_s": 600}})

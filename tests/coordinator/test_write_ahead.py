@@ -86,7 +86,7 @@ def test_a_log_that_another_process_is_writing_is_no_damaged_one(
 
 
 class Full(sqlite3.Connection):
-    """A connection to a database on a full disk, as SQLite 3.40 answered on one: a checkpoint has no room."""
+    """Stand-in for a connection to a database on a full disk, where SQLite 3.40 fails a checkpoint for want of room."""
 
     def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
         if "wal_checkpoint" in sql:
