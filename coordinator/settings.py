@@ -14,7 +14,7 @@ from msgspec import Meta
 from fedquilt import config, labels, methods, metrics, plugins, units
 from fedquilt.core import CODECS, Encoding, JobError, Method
 from fedquilt.cost_model import Link
-from fedquilt.data import categories
+from fedquilt.data import measured_settings
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
@@ -358,14 +358,14 @@ def params(job: Job) -> Any:
 
 
 def completed(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A job's table as it was written, with what is taken from around it: absolute paths, and words from its data.
+    """Return a job's table with absolute paths and with the settings that are measured on its data.
 
     Raises:
-        JobError, DataError: as `fedquilt.data.categories.named`.
+        JobError, DataError: as `fedquilt.data.measured_settings.complete`.
     """
     result = anchored(table, folder)
     if isinstance(data := result.get("data"), dict):
-        result["data"] = categories.named(data)
+        result["data"] = measured_settings.complete(data)
     return result
 
 

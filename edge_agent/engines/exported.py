@@ -10,7 +10,7 @@ import numpy as np
 
 from fedquilt import config, metrics
 from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError
-from fedquilt.data import inputs
+from fedquilt.data import inputs, reading
 from fedquilt.edge_agent.engines import training
 from fedquilt.metrics import TaskKind
 
@@ -21,6 +21,7 @@ class Exported(NamedTuple):
     input: Mapping[str, Any] | None  # its [input] table, of a stitched network
     network: Mapping[str, Any] | None  # its table, of a trained one
     labels: tuple[str, ...] | None  # names of its classes, of a stitched one
+    reading: Mapping[str, Any]  # how files became examples in training (fedquilt.data.reading)
 
     @property
     def task(self) -> TaskKind | None:
@@ -48,13 +49,15 @@ def read(facts: Mapping[str, str]) -> Exported:
     Raises:
         ModelError: they are not as `fedquilt export` writes them.
     """
-    tables = {name: _json(facts, name, dict) for name in ("input", "network")}
+    tables = {name: _json(facts, name, dict) for name in ("input", "network", "reading")}
     labels = _json(facts, "labels", list)
     if tables["input"] is not None:
         _require_input(tables["input"], "input")
     if tables["network"] is not None:
         _require_network(tables["network"])
-    return Exported(tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)))
+    settings = tables["reading"] or {}
+    _require_reading(settings)
+    return Exported(tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)), settings)
 
 
 def _require_network(network: Mapping[str, Any]) -> None:
@@ -74,6 +77,15 @@ def _require_input(table: Any, name: str) -> None:
         inputs.parse({key: value for key, value in found.items() if key != "standardise"})  # it has been done
     except JobError as error:
         raise _odd(name, error) from None
+
+
+def _require_reading(settings: Mapping[str, Any]) -> None:
+    if odd := sorted(settings.keys() - reading.SETTINGS):
+        raise _odd("reading", f"unknown key {odd[0]!r}")
+    try:
+        reading.spec_of(settings, {"path": "."})
+    except JobError as error:
+        raise _odd("reading", error) from None
 
 
 def _odd(name: str, why: object = None) -> ModelError:

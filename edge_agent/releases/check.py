@@ -24,7 +24,7 @@ import numpy as np
 
 from fedquilt import metrics, plugins
 from fedquilt.core import Examples, FedquiltError, ModelError
-from fedquilt.data import examples
+from fedquilt.data import examples, reading
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported, objectives
@@ -88,12 +88,12 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
     began_s, told = time.perf_counter(), dict[str, float]()
     try:
         engine = engines.make(order.engine, order.budget_bytes)
-        held = _held(order, load)
         notes = []
         if order.parted is not None and (note := assemble(order.parted, Path(order.model), order.budget_bytes)):
             notes.append(note)
         budget.reset_peak(os.getpid())
         model = _loaded(engine, Path(order.model))
+        held = _held_out(order, model.about, load)
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
@@ -109,7 +109,7 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
             say(Progressed(DONE))
         peak = budget.peak_bytes(os.getpid())
         if held is not None and order.before is not None and "accuracy" in told:
-            told |= _before(engine, Path(order.before), held, notes)
+            told |= _before(engine, order, Path(order.before), load, notes)
         engine.close()
         if order.trtexec is not None:
             notes += _tensorrt(order, model, one)
@@ -124,12 +124,11 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
         return task.failed(error)
 
 
-def _held(order: CheckOrder, load: Any) -> Examples | None:
-    """The device's own held-out examples; None: it has no data."""
+def _held_out(order: CheckOrder, about: Exported, load: Any) -> Examples | None:
+    """Load the device's held-out examples, read as for the model's training; None if the device has no data."""
     if not order.data:
         return None
-    spec = msgspec.convert(order.data, DataSpec)
-    train, held = load(spec)
+    train, held = load(reading.spec_of(about.reading, order.data))
     return held if len(held) else train
 
 
@@ -174,10 +173,13 @@ def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, floa
     return {"accuracy": found[1], "examples": float(len(held))}
 
 
-def _before(engine: Any, path: Path, held: Examples, notes: list[str]) -> dict[str, float]:
+def _before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]) -> dict[str, float]:
     """Accuracy of the model in use; {}: it could not be measured, which does not count against the new one."""
     try:
-        found = _accuracy(_loaded(engine, path), held, notes)
+        model = _loaded(engine, path)
+        held = _held_out(order, model.about, load)
+        assert held is not None
+        found = _accuracy(model, held, notes)
     except (FedquiltError, OSError) as error:
         notes.append(f"accuracy of what runs now was not measured: {error}")
         return {}

@@ -17,6 +17,7 @@ from msgspec import Meta
 from fedquilt.core import DataError
 
 SIZE_MOST: Final = 16384  # pixels of a side: no board could hold more
+AT_ONCE_PIXELS: Final = 2**18  # resized at once, so that float32 copies stay small
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +56,19 @@ def resize(maps: np.ndarray, *sizes: int) -> np.ndarray:
     if len(sizes) == 2:
         maps = np.matmul(resize_matrix(maps.shape[2], sizes[0]), maps)
     return np.matmul(maps, resize_matrix(maps.shape[-1], sizes[-1]).T)
+
+
+def scale(x: np.ndarray, size: int) -> np.ndarray:
+    """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type, as `resize` does."""
+    result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
+    at_once = max(1, AT_ONCE_PIXELS // max(1, x.shape[1] * x.shape[2]))
+    for first in range(0, len(x), at_once):
+        part = x[first : first + at_once]
+        for channel in np.ndindex(x.shape[3:]):  # one at a time: float32 copies of large photographs are large
+            scaled = resize(part[(..., *channel)][:, None].astype(np.float32), size, size)[:, 0]
+            # means of levels never leave the levels' range
+            result[(slice(first, first + at_once), ..., *channel)] = scaled if x.dtype.kind == "f" else np.rint(scaled)
+    return result
 
 
 def prepare(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:

@@ -17,8 +17,6 @@ from fedquilt.data import images, readers
 from fedquilt.data.readers import Reader
 from fedquilt.data.spec import DataSpec
 
-AT_ONCE = 256  # images resized at once: limits the memory of their float32 copies
-
 
 def open_(spec: DataSpec) -> Reader:
     """Open the spec's path, or its sources one after the other.
@@ -30,7 +28,7 @@ def open_(spec: DataSpec) -> Reader:
         return _sized(_numbered(readers.open_(spec), spec.labels_from), spec)
     found = []
     for source in spec.sources:
-        one = DataSpec(split=spec.split, size=spec.size, **msgspec.structs.asdict(source))
+        one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **msgspec.structs.asdict(source))
         found.append(_sized(_numbered(readers.open_(one), source.labels_from), one))
     _check_labels(found, spec)
     return _together(found, spec)
@@ -62,27 +60,15 @@ def _sized(reader: Reader, spec: DataSpec) -> Reader:
     if not _is_image(reader.shape):
         raise DataError(f"{spec.where}: [data] size is for images, not for inputs of shape {reader.shape}")
 
-    def take(rows: np.ndarray) -> np.ndarray:
-        x = reader.take(rows)
-        result = np.empty((len(x), spec.size, spec.size, *x.shape[3:]), x.dtype)
-        for first in range(0, len(x), AT_ONCE):
-            result[first : first + AT_ONCE] = _resized(x[first : first + AT_ONCE], spec.size)
-        return result
-
-    return replace(reader, take=take, shape=(spec.size, spec.size, *reader.shape[2:]))
+    return replace(
+        reader,
+        take=lambda rows: images.scale(reader.take(rows), spec.size),
+        shape=(spec.size, spec.size, *reader.shape[2:]),
+    )
 
 
 def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
-
-
-def _resized(x: np.ndarray, size: int) -> np.ndarray:
-    """Resize (n, h, w[, c]) of any type to (n, size, size[, c]) of the same."""
-    maps = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)  # (n, c, h, w)
-    scaled = images.resize(maps.astype(np.float32), size, size)
-    if x.dtype.kind != "f":
-        scaled = np.rint(scaled)  # means of pixels never leave their range
-    return (scaled[:, 0] if x.ndim == 3 else scaled.transpose(0, 2, 3, 1)).astype(x.dtype)
 
 
 def _together(found: Sequence[Reader], spec: DataSpec) -> Reader:
@@ -99,7 +85,7 @@ def _together(found: Sequence[Reader], spec: DataSpec) -> Reader:
                 x = reader.take(rows[mine] - starts[number])
                 if x.ndim < result.ndim:
                     x = x[..., None]
-                result[mine] = x if x.dtype.kind == dtype.kind else x / np.float32(255)
+                result[mine] = x if x.dtype.kind == dtype.kind else x / np.float32(np.iinfo(x.dtype).max)
         return result
 
     return Reader(np.concatenate([reader.y for reader in found]), take, shape, dtype, origin)
@@ -121,7 +107,7 @@ def _common_type(found: Sequence[Reader], spec: DataSpec) -> np.dtype:
     kinds = {reader.dtype for reader in found}
     if len(kinds) == 1:
         return kinds.pop()
-    if all(kind == np.uint8 or kind.kind == "f" for kind in kinds):
+    if all(kind in (np.uint8, np.uint16) or kind.kind == "f" for kind in kinds):
         return np.dtype(np.float32)
     each = ", ".join(f"{source.path} {reader.dtype}" for source, reader in zip(spec.sources, found, strict=True))
     raise DataError(f"sources of several types: {each}: save all as uint8, or as floats from 0 to 1")

@@ -18,8 +18,8 @@ Above0 = Annotated[float, Meta(gt=0)]
 Format = Literal["auto", "npz", "idx", "folder", "torchvision", "csv", "parquet", "audio", "text"]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
-AUTO: Final = "auto"  # in place of a column's words: those of the data (fedquilt.data.categories)
-HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows")
+AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.measured_settings)
+HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
 """Keys on how a file is read rather than where it is: a [test] with a path of its own takes those of [data]."""
 
 
@@ -36,7 +36,7 @@ class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Conversion of texts to tokens (length,): `fedquilt.data.tokens`."""
 
-    vocabulary: str  # file with a token in each line
+    vocabulary: str | tuple[str, ...]  # file with a token in each line, or the tokens
     length: Positive = 64  # tokens of an example; longer texts are cut, shorter ones padded
 
 
@@ -86,6 +86,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: tuple[Source, ...] = ()  # a mixture, in this order
     synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed, without a file
     size: Natural = 0  # scale images to size x size; 0: unchanged, all alike
+    depth: Annotated[int, Meta(ge=0, le=16)] = 0  # bits of a grey level in image files, 9 to 16; 0: 8-bit images
     limit: Natural = 0  # number of examples to use, drawn by the seed; 0: all
     per_class: Natural | dict[str, Natural] = 0  # instead, largest number for each class; or by split
     held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # share of the device's own that is held out
@@ -116,6 +117,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
         if self.share >= self.shares:
             raise ValueError(f"share {self.share} of {self.shares}: shares are counted from 0 to {self.shares - 1}")
+        if 0 < self.depth < 9:
+            raise ValueError(f"depth {self.depth}: images of up to 8 bits need no depth, deeper ones 9 to 16")
         if self.synthetic and self.size:
             raise ValueError("size is for images, not for synthetic points")
         if self.limit and self.per_class:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,20 +34,17 @@ class Tokenizer:
         return len(self.numbers)
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Read a vocabulary file.
+    def load(cls, vocabulary: str | Sequence[str]) -> Tokenizer:
+        """Read a vocabulary.
+
+        Args:
+            vocabulary: Path of a file with a token in each line, or the tokens.
 
         Raises:
-            DataError: it cannot be read, or is no vocabulary; names the line and the mend.
+            DataError: If the file cannot be read, or the tokens are no vocabulary.
         """
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except OSError as error:
-            raise DataError(
-                f"cannot read the vocabulary {path}: {error.strerror}: set [data.text] vocabulary"
-            ) from None
-        except UnicodeDecodeError:
-            raise DataError(f"the vocabulary {path} is not text in UTF-8: save it as that") from None
+        path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
+        lines = cls._lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
         numbers: dict[str, int] = {}
         for line, token in enumerate(lines, 1):
             if not token or token in numbers:
@@ -57,6 +54,17 @@ class Tokenizer:
         if not lines or lines[0] != PAD or UNKNOWN not in numbers:
             raise DataError(f"{path} is no vocabulary: its first line is {PAD}, and another is {UNKNOWN}")
         return cls(numbers)
+
+    @staticmethod
+    def _lines(path: str) -> list[str]:
+        try:
+            return Path(path).read_text(encoding="utf-8-sig").splitlines()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the vocabulary {path}: {error.strerror}: set [data.text] vocabulary"
+            ) from None
+        except UnicodeDecodeError:
+            raise DataError(f"the vocabulary {path} is not text in UTF-8: save it as that") from None
 
     def words(self, text: str) -> Iterator[list[int]]:
         """Yield the token numbers of each word."""

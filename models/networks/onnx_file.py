@@ -55,14 +55,15 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str, *, pla
     return onnx.load_from_string(file.getvalue())
 
 
-def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
+def written(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
     """Write the network with these weights as ONNX: "x", (n, ...) float32 like its inputs, to "y", (n, classes).
 
-    The network's table stands in the file's metadata, under "network".
+    The network's table stands in the file's metadata, under "network", and its reading settings under "reading".
 
     Args:
         network: table of the network.
         weights: all its tensors.
+        reading: How files became examples (`fedquilt.data.reading`).
 
     Raises:
         ModelError: the weights are not all of the network's, or an operation has no ONNX.
@@ -79,14 +80,15 @@ def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
     made = traced(
         model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
     )
-    return _named(made, network)
+    return _with_metadata(made, network, reading)
 
 
-def unfilled(network: Mapping[str, Any]) -> bytes:
+def unfilled(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
     """Write the network as ONNX without the numbers of its tensors, which `fedquilt.onnx_fill` puts in by name.
 
     Args:
         network: its table.
+        reading: How files became examples.
 
     Raises:
         ModelError: an operation has no ONNX, or a tensor of the network is none of the graph's.
@@ -103,11 +105,11 @@ def unfilled(network: Mapping[str, Any]) -> bytes:
         raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot put in their own: {mend}")
     for each in held:
         graphs[each].ClearField("raw_data")
-    return _named(made, network)
+    return _with_metadata(made, network, reading)
 
 
-def _named(made: onnx.ModelProto, network: Mapping[str, Any]) -> bytes:
-    """The bytes of a graph, with the network's table in its metadata."""
+def _with_metadata(made: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None) -> bytes:
     made.producer_name, made.producer_version = "fedquilt", ""
-    onnx.helper.set_model_props(made, {"network": json.dumps(dict(network), sort_keys=True)})
+    tables = {"network": dict(network), "reading": dict(reading or {})}
+    onnx.helper.set_model_props(made, {name: json.dumps(table, sort_keys=True) for name, table in tables.items()})
     return bytes(made.SerializeToString(deterministic=True))

@@ -5,7 +5,7 @@ Output "scores": (n, labels), of which the largest wins. Paths lie side by side;
 weights of a block in several paths, are stored once. A junction (`fedquilt.models.stitching.stitched`) consists of two
 constant products that resize and a 1x1 convolution, in the same order as on the agents. The taps are pooled,
 concatenated and passed to one linear layer. The file's metadata holds the labels, the parameters for preparing examples
-and the paths, as JSON under "labels", "input" and "taps".
+and the paths, as JSON under "labels", "input", "reading" and "taps".
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ IR_VERSION = 8
 LARGEST_BYTES = 2**31 - 1  # limit of a protobuf file
 
 
-def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Block], files: Mapping[str, Path]) -> bytes:
+def stitched(
+    meta: Mapping[str, Any],
+    arrays: Tensors,
+    blocks: Mapping[str, Block],
+    files: Mapping[str, Path],
+    reading: Mapping[str, Any] | None = None,
+) -> bytes:
     """Export a stitched network to ONNX, as the bytes of the file.
 
     Args:
@@ -39,6 +45,7 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Bloc
         arrays: the artefact's tensors.
         blocks: of the bundle's stock.
         files: the bundle's files by name; the graphs' external weights lie beside them.
+        reading: How files became examples (`fedquilt.data.reading`).
 
     Raises:
         ModelError: a block's file is missing or not usable, the network has no label scores, or it exceeds 2 GB.
@@ -72,6 +79,7 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Bloc
     facts = {
         "labels": json.dumps(list(meta["labels"])),
         "input": json.dumps(dict(meta["input"])),
+        "reading": json.dumps(dict(reading or {}), sort_keys=True),
         "taps": json.dumps([list(tap) for tap in network.taps]),
         "weight_bytes": str(sum(len(tensor.raw_data) for tensor in made.initializers)),
     }

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import io
 import math
+import tempfile
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 
 from fedquilt.core import DataError, ModelError
+from fedquilt.data import reading
+from fedquilt.data.readers import audio, image_file, table, text
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import exported
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
-SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-PIXELS_MOST: Final = 16_000_000  # of an image from the network: 48 MB as colours, four times that while it is prepared
 HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
 CLASSES_MOST: Final = 1_000_000
 ARRAYS_MOST: Final = 16  # in an .npz
 
 
 class Examples(NamedTuple):
-    """Stored examples of an .npz file."""
+    """Stored examples of a file."""
 
     x: np.ndarray  # (n, ...)
-    y: np.ndarray | None  # (n,): numbers of their labels, where they are known
+    y: np.ndarray | None  # (n,): numbers of their labels, or None for unlabelled examples
 
 
 class Classifier:
@@ -59,6 +62,7 @@ class Classifier:
                 f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
             )
         self.labels = list(found)
+        self._reading: DataSpec = reading.spec_of(self._about.reading, {"path": "."})
 
     @property
     def image(self) -> Mapping[str, Any] | None:
@@ -107,38 +111,60 @@ class Classifier:
             raise ModelError(f"{self.model} answers with numbers that are not finite")
         return found
 
-    def pixels(self, file: Path | bytes) -> np.ndarray:
-        """An image as it is stored, (h, w) or (h, w, 3) uint8.
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of files that hold one example each, or () for a network of arrays and tables."""
+        if self._reading.audio is not None:
+            return (".wav",)
+        if self._reading.text is not None:
+            return (".txt",)
+        return image_file.SUFFIXES if self.image is not None else ()
+
+    def example(self, source: Path | bytes) -> np.ndarray:
+        """Read the example in a file as in training: an image, a recording or a text.
 
         Args:
-            file: a path, or the bytes of a PNG or JPEG of at most PIXELS_MOST pixels.
+            source: A file, or the bytes of a file.
 
         Raises:
-            DataError: it is no image, or a larger one, or Pillow is not installed, or the network takes no images.
+            DataError: If the file cannot be read, or the network takes neither images nor recordings nor texts.
         """
-        wanted = self.image
-        if wanted is None:
-            raise DataError("the network takes numbers, not images: give an .npy or .npz file with them")
-        try:
-            from PIL import Image, UnidentifiedImageError
-        except ImportError:
-            raise DataError("reading image files needs Pillow: pip install 'fedquilt[images]'") from None
-        named = f"the image {file}" if isinstance(file, Path) else "the image"
-        try:
-            with (
-                Image.open(file) if isinstance(file, Path) else Image.open(io.BytesIO(file), formats=("PNG", "JPEG"))
-            ) as image:
-                if isinstance(file, bytes) and image.width * image.height > PIXELS_MOST:
-                    raise Image.DecompressionBombError(f"{image.width} x {image.height}")
-                return np.asarray(image.convert("L" if wanted["channels"] == 1 else "RGB"))
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            most = f"at most {PIXELS_MOST / 1e6:.0f} million pixels are read"
-            raise DataError(f"cannot read {named}: {most if isinstance(file, bytes) else error}") from None
-        except UnidentifiedImageError as error:
-            said = "it is no PNG or JPEG" if isinstance(file, bytes) else str(error)
-            raise DataError(f"cannot read {named}: {said}") from None
-        except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:  # Pillow's, by the kind of damage
-            raise DataError(f"cannot read {named}: {error}") from None
+        if self._reading.audio is not None:
+            return audio.read_recording(source, self._reading.audio)
+        if self._reading.text is not None:
+            return text.tokens_of(source, self._reading.text)
+        if self.image is None:
+            raise DataError(
+                "the network takes numbers, not images: give an .npy, .npz, .csv or .parquet file with them"
+            )
+        return image_file.read_image(source, self._reading.size, self._reading.depth)
+
+    @property
+    def of_table(self) -> bool:
+        """Whether the network was trained on the rows of a table."""
+        return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
+
+    def rows(self, file: Path) -> Examples:
+        """Read the examples in the rows of a table as in training, with their labels if the table has them.
+
+        Raises:
+            DataError: If the table cannot be read, or a column is missing.
+        """
+        spec = msgspec.structs.replace(self._reading, path=str(file))
+        labelled = set(table.label_columns(spec)) <= set(table.columns_of(file))
+        opener = audio.open_ if spec.audio is not None else text.open_ if spec.text is not None else table.open_
+        found = opener(file, spec, labelled=labelled)
+        return Examples(found.take(np.arange(len(found.y))), found.y if labelled else None)
+
+    def uploaded_rows(self, data: bytes) -> Examples:
+        """Read the examples in the bytes of a CSV file, as `rows`."""
+        with tempfile.NamedTemporaryFile(suffix=".csv") as file:
+            file.write(data)
+            file.flush()
+            try:
+                return self.rows(Path(file.name))
+            except DataError as error:
+                raise DataError(str(error).replace(file.name, "the table")) from None
 
 
 def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:

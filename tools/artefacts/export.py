@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[
     from fedquilt.models.networks import onnx_file  # needs torch
 
     network = found.meta["network"]
-    graph = onnx_file.unfilled(network)
+    graph = onnx_file.unfilled(network, _reading(row))
     zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in onnx_fill.lacks(graph).items()}
     loadable(b"".join(onnx_fill.filled(graph, zeros)), f"network {network.get('name')!r}")
     order = method.send(state, DeviceView("", None))
@@ -148,7 +149,9 @@ def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
 
         index = bundle.load(row.bundle)
         files = {name: bundle.file(row.bundle, ref) for name, ref in index.files.items()}
-        payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
+        payload = export_onnx.stitched(
+            found.meta, found.tensors, stitched.stock(index.meta).blocks, files, _reading(row)
+        )
         what = names.network(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"
     elif onnx:
@@ -158,13 +161,19 @@ def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
             )
         from fedquilt.models.networks import onnx_file  # needs torch
 
-        payload = onnx_file.written(found.meta["network"], found.tensors)
+        payload = onnx_file.written(found.meta["network"], found.tensors, _reading(row))
         what = f"network {found.meta['network'].get('name')}"
     else:
         payload = tensors.encode(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
         name = found.meta.get("network", {}).get("name") if isinstance(found.meta.get("network"), dict) else None
         what = f"{len(found.tensors)} tensors" + (f" of network {name}" if name else f" ({found.kind})")
     return payload, what
+
+
+def _reading(row: Row) -> Mapping[str, Any]:
+    """Return the reading settings in a run's bundle."""
+    found: Mapping[str, Any] = bundle.load(row.bundle).meta.get("reading", {})
+    return found
 
 
 def _unfinished(store: Store, row: Row) -> str:

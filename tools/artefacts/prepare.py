@@ -18,7 +18,7 @@ from fedquilt import bundle, config, footprint, methods, progress, tensors, unit
 from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
-from fedquilt.data import categories, examples, fitting, inputs
+from fedquilt.data import examples, fitting, inputs, measured_settings, readers, reading
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import drawn, registry
@@ -55,6 +55,7 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
     "labels", "donors", "blocks" (`fedquilt.models.stitching.stitched.stock` reads them). A block's id is
     "<donor>.<index>".
+    From `[data]`: meta "reading", how its files are read (`fedquilt.data.reading`).
     From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantize` accepts.
 
     Raises:
@@ -73,8 +74,10 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     wanted = inputs.parse(given) if given else None
     if isinstance(wanted, inputs.Values) and wanted.standardise:
         wanted = _measured(job)
-    if words := (job.get("data") or {}).get("categories"):
-        say(f"for [data] of each board's agent.toml: {categories.written(words)}")
+    for line in measured_settings.agent_lines(job.get("data") or {}):
+        say(f"for [data] of each device's agent.toml: {line}")
+    if job.get("data"):
+        meta["reading"] = reading.settings_of(DataSpec.parse(job["data"]))
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
         far("the network")
@@ -135,6 +138,8 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
             fitting.require_fit(made.meta, spec)
+            if spec.path:
+                readers.require_supported_images(spec)
     return made
 
 

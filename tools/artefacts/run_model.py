@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.tools.artefacts.classifier import SUFFIXES, Classifier, examples
+from fedquilt.data.spec import TABLES
+from fedquilt.tools.artefacts.classifier import Classifier, Examples, examples
 
 BATCH = 64
 
@@ -26,11 +27,13 @@ class Row:
 
 
 def run_model(model: Path, source: Path) -> list[Row]:
-    """Classify a folder of images, or the examples of an .npz file.
+    """Classify the examples of a file or folder, which are read as in training.
 
-    The true label of an image is the name of its folder, where that is one of the network's labels. Of
-    an .npz, examples are "x_test" or "x" (images (n, h, w[, 3]), time series (n, steps, channels)) and labels, if there
-    are any, "y_test" or "y" (n,).
+    Args:
+        model: ONNX file of the network.
+        source: A folder of images, recordings or texts, one such file, a table, or an .npz file. The true label of a
+            file is the name of its folder, if the network has a label of that name. An .npz file holds examples
+            (n, ...) under "x_test" or "x", and labels (n,) under "y_test" or "y" if they are known.
 
     Raises:
         ModelError: the file is no network that `fedquilt export` wrote.
@@ -38,7 +41,12 @@ def run_model(model: Path, source: Path) -> list[Row]:
     """
     network = Classifier(model)
     labels = network.labels
-    batches = _from_npz(source, network) if source.suffix == ".npz" else _from_folder(source, network)
+    if source.suffix == ".npz":
+        batches = _from_npz(source, network)
+    elif source.suffix.lower() in TABLES:
+        batches = _stored(network.rows(source), network)
+    else:
+        batches = _from_files(source, network)
     rows = []
     for names, truths, x in batches:
         scores = network.scores(x)
@@ -84,7 +92,11 @@ def _from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
             held = {key: file[key] for key in ("x_test", "x", "y_test", "y") if key in file}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    x, y = examples(held, len(labels), str(path))
+    yield from _stored(examples(held, len(labels), str(path)), network)
+
+
+def _stored(held: Examples, network: Classifier) -> Iterator[Batch]:
+    x, y, labels = held.x, held.y, network.labels
     for first in range(0, len(x), BATCH):
         part = x[first : first + BATCH]
         names = [str(first + i) for i in range(len(part))]
@@ -92,17 +104,22 @@ def _from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
         yield names, truths, network.prepared(part)
 
 
-def _from_folder(folder: Path, network: Classifier) -> Iterator[Batch]:
-    labels = network.labels
-    if network.image is None:
-        raise DataError(f"{folder}: the network takes numbers, not images: give an .npz file with them under 'x'")
-    if not folder.is_dir():
-        raise DataError(f"{folder} is neither a folder of images nor an .npz file")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+def _from_files(source: Path, network: Classifier) -> Iterator[Batch]:
+    labels, suffixes = network.labels, network.suffixes
+    if not suffixes:
+        raise DataError(
+            f"{source}: the network takes numbers: give an .npz file with them under 'x', or a table as in training"
+        )
+    if not source.exists():
+        raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
+    paths = [source]
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in suffixes)
     if not paths:
-        raise DataError(f"{folder} holds no images; known are {', '.join(SUFFIXES)}")
+        raise DataError(f"{source} holds none of the files that the network takes: {', '.join(suffixes)}")
+    root = source if source.is_dir() else source.parent
     for first in range(0, len(paths), BATCH):
         part = paths[first : first + BATCH]
-        names = [str(path.relative_to(folder)) for path in part]
+        names = [str(path.relative_to(root)) for path in part]
         truths = [path.parent.name if path.parent.name in labels else None for path in part]
-        yield names, truths, np.concatenate([network.prepared(network.pixels(path)[None]) for path in part])
+        yield names, truths, np.concatenate([network.prepared(network.example(path)[None]) for path in part])

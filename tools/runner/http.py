@@ -1,6 +1,6 @@
 """A runner's addresses, on the standard library's server: a thread for each of a few connections.
 
-POST /v1/classify   bytes of a PNG, JPEG or .npy: one answer; of an .npz with examples under "x": as many
+POST /v1/classify   bytes of an image, WAV file, text or .npy: one answer; of an .npz or CSV: one for each example
 POST /v1/label      {"id": ..., "label": name or number}: the truth about an answer
 GET  /v1/health     what runs, how often, how fast, how far inputs have moved
 

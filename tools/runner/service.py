@@ -91,7 +91,7 @@ class Service:
     # -- requests --
 
     def asked(self, data: bytes) -> dict[str, Any]:
-        """What is answered to a file's bytes, as JSON has it: to a PNG, JPEG or .npy one answer, to an .npz "answers".
+        """Answer to the bytes of a file, as JSON: one answer to an example, "answers" to an .npz or a table.
 
         Raises:
             DataError: it cannot be read, holds more than EXAMPLES_MOST examples, or is not what the network takes.
@@ -100,15 +100,19 @@ class Service:
         with self._counting():
             if data.startswith(ZIP):
                 labels = len(self._models.now.network.labels)
-                x, y = classifier.examples(classifier.arrays(data, BODY_MOST), labels)
-                found = self._answers(lambda loaded: x)
-                for answer, truth in zip(found, () if y is None else y.tolist(), strict=y is not None):
-                    self.label(answer.id, truth)
-                return {"model": found[0].model, "answers": [answer.told() for answer in found]}
+                return self._answers_to(classifier.examples(classifier.arrays(data, BODY_MOST), labels))
             if data.startswith(NPY):
                 one = classifier.array(data)[None]
                 return self._answers(lambda loaded: one)[0].told()
-            return self._answers(lambda loaded: loaded.network.pixels(data)[None])[0].told()
+            if self._models.now.network.of_table:
+                return self._answers_to(self._models.now.network.uploaded_rows(data))
+            return self._answers(lambda loaded: loaded.network.example(data)[None])[0].told()
+
+    def _answers_to(self, held: classifier.Examples) -> dict[str, Any]:
+        found = self._answers(lambda loaded: held.x)
+        for answer, truth in zip(found, () if held.y is None else held.y.tolist(), strict=held.y is not None):
+            self.label(answer.id, truth)
+        return {"model": found[0].model, "answers": [answer.told() for answer in found]}
 
     def stored(self, x: np.ndarray) -> list[Answer]:
         """Answers to stored examples (n, ...).
@@ -180,6 +184,12 @@ class Service:
     def image(self) -> Mapping[str, Any] | None:
         """The table of the model's inputs if they are images."""
         return self._models.now.network.image
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of the files that `asked` answers to."""
+        network = self._models.now.network
+        return (".npy", ".npz", *((".csv", ".tsv") if network.of_table else network.suffixes))
 
     def _fresh(self, loaded: Loaded) -> Drift:
         return Drift(self._references.get(loaded.sha256), self._size)

@@ -16,7 +16,6 @@ from fedquilt.tools.runner.service import BODY_MOST, Service
 LOOK_S: Final = 0.2
 STILL_S: Final = 1.0  # since the last change of a file that cannot be read yet: it may be half written
 CAMERA_TRIES: Final = 20  # pictures in a row that a camera may fail to give
-ENDINGS: Final = (".jpeg", ".jpg", ".npy", ".npz", ".png")
 
 Say = Callable[[str], None]
 
@@ -36,7 +35,7 @@ class Folder:
 
     def __init__(self, service: Service, folder: Path, say: Say, clock: Callable[[], float] = time.time) -> None:
         if not folder.is_dir():
-            raise DataError(f"{folder} is no folder: name one in which images or .npy files appear")
+            raise DataError(f"{folder} is no folder: name a folder in which files with examples appear")
         self._service, self._folder, self._say, self._clock = service, folder, say, clock
         self._done: dict[str, tuple[int, int, int]] = {}  # of files that are there still
 
@@ -50,7 +49,7 @@ class Folder:
         for name in sorted(found):
             file = found[name]
             known = (file.inode, file.size, file.mtime_ns)
-            if self._done.get(name) == known or Path(name).suffix.lower() not in ENDINGS:
+            if self._done.get(name) == known or Path(name).suffix.lower() not in self._service.suffixes:
                 continue
             try:
                 if file.size > BODY_MOST:

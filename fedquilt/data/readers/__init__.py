@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from fedquilt.core import DataError
-from fedquilt.data.readers import audio, images, npz, outside, table, text
+from fedquilt.data.readers import audio, files, image_file, images, npz, outside, table, text
 from fedquilt.data.readers.base import Reader, reading
 from fedquilt.data.readers.table import words
 from fedquilt.data.spec import DataSpec
 
-__all__ = ["Reader", "open_", "words"]
+__all__ = ["Reader", "image_depth", "open_", "require_supported_images", "words"]
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
@@ -51,6 +53,33 @@ def open_(spec: DataSpec) -> Reader:
         if kind in BY_CLASS and spec.task != "classes":
             raise DataError(f"{path}: {kind} has a class for each example: leave task = {spec.task!r} out")
         return OPENERS[kind](path, spec)
+
+
+def image_depth(spec: DataSpec) -> int:
+    """Return the bits of a grey level in the training images of a folder, or 0 for 8-bit images and other data.
+
+    Raises:
+        DataError: If the folder holds no images, or an image cannot be decoded.
+    """
+    return image_file.depth_of(_image_files(msgspec.structs.replace(spec, split="train")))
+
+
+def require_supported_images(spec: DataSpec) -> None:
+    """Check the header of each image in a folder. Other data have no such headers.
+
+    Raises:
+        DataError: If an image is of a kind that cannot be read.
+    """
+    image_file.require_supported(_image_files(spec))
+
+
+def _image_files(spec: DataSpec) -> list[Path]:
+    """Return the image files of a folder, or [] for other data, and without Pillow, which the reader reports."""
+    path = Path(spec.path)
+    with reading(path):
+        if not image_file.has_pillow() or (spec.format if spec.format != "auto" else _kind(path, spec)) != "folder":
+            return []
+        return files.by_class(path, spec, image_file.SUFFIXES, "images")[0]
 
 
 def _kind(path: Path, spec: DataSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import wave
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedquilt.data.readers.columns import Chunk
 from fedquilt.data.spec import Audio, DataSpec
 
 
-def open_(path: Path, spec: DataSpec) -> Reader:
+def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
     """Open recordings as spectrograms, float32 (n, frames, mels). Headers are read now, sounds when rows are taken.
 
     Raises:
@@ -32,21 +33,31 @@ def open_(path: Path, spec: DataSpec) -> Reader:
             )
         found, labels = files.by_class(path, spec, (".wav",), "recordings")
     else:
-        found, labels, owner = _listed(table.file_of(path, spec), spec)
+        found, labels, owner = _listed(table.file_of(path, spec), spec, labelled)
     for file in found:
-        _require(file, audio)
+        with _opened(file) as opened:
+            _require_rate(opened, file, audio)
     shape = (spectrogram.frames_of(audio)[3], audio.mels)
 
     def take(rows: np.ndarray) -> np.ndarray:
         x = np.empty((len(rows), *shape), np.float32)
         for place, row in enumerate(rows):
-            x[place] = spectrogram.log_mel(sound(found[row], audio), audio)
+            x[place] = read_recording(found[row], audio)
         return x
 
     return Reader(labels, take, shape, np.dtype(np.float32), owner=owner)
 
 
-def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
+def read_recording(source: Path | bytes, audio: Audio) -> np.ndarray:
+    """Return the log-mel spectrogram (frames, mels) float32 of a WAV file, or of the file's bytes.
+
+    Raises:
+        DataError: If the file is no WAV file of integer samples at the wanted rate, or is cut short.
+    """
+    return spectrogram.log_mel(sound(source, audio), audio)
+
+
+def _listed(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Files that a table names, relative to its own folder; their labels; and their users."""
 
     def places(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
@@ -58,13 +69,14 @@ def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndar
                 )
         return [file.parent / str(name) for name in chunk.columns[names[0]]]
 
-    found = table.gathered(file, spec, places, "a recording", "name the recordings: say which")
+    found = table.gathered(file, spec, places, "a recording", "name the recordings: say which", labelled=labelled)
     return list(chain.from_iterable(found.x)), found.y, found.owner
 
 
-def _opened(file: Path) -> wave.Wave_read:
+def _opened(source: Path | bytes) -> wave.Wave_read:
+    file = _name(source)
     try:
-        return wave.open(str(file), "rb")
+        return wave.open(io.BytesIO(source) if isinstance(source, bytes) else str(source), "rb")
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
     except (wave.Error, EOFError) as error:
@@ -73,25 +85,29 @@ def _opened(file: Path) -> wave.Wave_read:
         ) from None
 
 
-def _require(file: Path, audio: Audio) -> None:
-    """Raise DataError unless the file's header has the wanted rate, and samples of 1 to 4 bytes."""
-    with _opened(file) as opened:
-        rate = opened.getframerate()
+def _name(source: Path | bytes) -> str:
+    return "the recording" if isinstance(source, bytes) else str(source)
+
+
+def _require_rate(opened: wave.Wave_read, source: Path | bytes, audio: Audio) -> None:
+    rate = opened.getframerate()
     if rate != audio.rate:
+        name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
-            f"{file} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
-            f"`ffmpeg -i {file.name} -ar {audio.rate} new.wav` does, or set [data.audio] rate = {rate} if all have it"
+            f"{_name(source)} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
+            f"`ffmpeg -i {name} -ar {audio.rate} new.wav` does, or set [data.audio] rate = {rate} if all have it"
         )
 
 
-def sound(file: Path, audio: Audio) -> np.ndarray:
+def sound(source: Path | bytes, audio: Audio) -> np.ndarray:
     """Samples of a recording (samples,) from -1 to 1, the mean of its channels, as far as the spectrogram reaches.
 
     Raises:
         DataError: it is no WAV file of integer samples, or cut short.
     """
-    wanted = spectrogram.frames_of(audio)[0]
-    with _opened(file) as opened:
+    wanted, file = spectrogram.frames_of(audio)[0], _name(source)
+    with _opened(source) as opened:
+        _require_rate(opened, source, audio)
         width, channels, count = opened.getsampwidth(), opened.getnchannels(), opened.getnframes()
         try:
             raw = opened.readframes(min(wanted, count))

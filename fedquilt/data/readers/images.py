@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers import files
+from fedquilt.data import images
+from fedquilt.data.readers import files, image_file
 from fedquilt.data.readers.base import BROKEN, Bytes, Reader, labels_of, reading, rows_of
 from fedquilt.data.spec import DataSpec
 
-IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
 # -- IDX, the format of MNIST ---------------------------------------------------------------------
@@ -79,16 +79,8 @@ def _opened(path: Path) -> Bytes:
 
 def folder(path: Path, spec: DataSpec) -> Reader:
     """Open image files by class, as found by `files.by_class`."""
-    found, labels = files.by_class(path, spec, IMAGES, "images")
-    pillow = _pillow()
-
-    def image(row: int) -> np.ndarray:
-        file = found[row]
-        # headers of a damaged image are read first, and each format's reader has an error of its own
-        with reading(file, SyntaxError, pillow.DecompressionBombError), pillow.open(file) as opened:
-            return _pixels(opened.convert("RGB"), spec.size)
-
-    return _images(labels, image, path)
+    found, labels = files.by_class(path, spec, image_file.SUFFIXES, "images")
+    return _images(labels, lambda row: image_file.read_image(found[row], spec.size, spec.depth), path)
 
 
 def of_torchvision(path: Path, spec: DataSpec) -> Reader:
@@ -114,8 +106,8 @@ def of_torchvision(path: Path, spec: DataSpec) -> Reader:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
 
     def image(row: int) -> np.ndarray:
-        opened = held[row][0]
-        return _pixels(opened if opened.mode == "L" else opened.convert("RGB"), spec.size)
+        pixels = image_file.pixels_of(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
+        return images.scale(pixels[None], spec.size)[0] if spec.size else pixels
 
     return _images(labels_of(np.asarray(labels), path), image, path)
 
@@ -124,29 +116,14 @@ def _images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Re
     """Reader of images one by one; the first of them gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
-    return Reader(y, lambda rows: _stacked(path, image, rows), image(0).shape, np.dtype(np.uint8))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-
-        return Image
-    except ImportError:
-        raise DataError("image files need Pillow, which is not installed: pip install 'fedquilt[images]'") from None
-
-
-def _pixels(image: Any, size: int) -> np.ndarray:
-    """Pixels of a Pillow image as (h, w) or (h, w, 3) bytes."""
-    if size and image.size != (size, size):
-        image = image.resize((size, size), _pillow().Resampling.BILINEAR)
-    return np.asarray(image, np.uint8)
+    first = image(0)
+    return Reader(y, lambda rows: _stacked(path, image, rows), first.shape, first.dtype)
 
 
 def _stacked(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
     """Stack images as (rows, h, w[, 3]); written in place, so that nothing is held twice."""
     first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
-    result = np.empty((len(rows), *first.shape), np.uint8)
+    result = np.empty((len(rows), *first.shape), first.dtype)
     for place, row in enumerate(rows):
         pixels = image(int(row))
         if pixels.shape != first.shape:

@@ -33,14 +33,16 @@ class Inputs(NamedTuple):
     owner: str
 
 
-def open_(path: Path, spec: DataSpec) -> Reader:
-    """Open the rows of a table, or windows of them, with their labels.
+def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
+    """Open the rows of a table, or windows of them, with their labels: zeros for an unlabelled table.
 
     Raises:
         DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
     """
     file = file_of(path, spec)
-    found = gathered(file, spec, lambda chunk, decoder, names: decoder.features(chunk, names), "an example")
+    found = gathered(
+        file, spec, lambda chunk, decoder, names: decoder.features(chunk, names), "an example", labelled=labelled
+    )
     values = np.concatenate(found.x)
     rows = Reader(
         found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, features=found.features
@@ -63,6 +65,8 @@ def gathered(
     inputs: Callable[[Chunk, columns.Decoder, tuple[str, ...]], Any],
     each: str,
     alone: str = "",
+    *,
+    labelled: bool = True,
 ) -> Gathered:
     """Read a table's rows in chunks: labels and owners here, inputs by `inputs` from their columns.
 
@@ -72,20 +76,21 @@ def gathered(
         inputs: (chunk, decoder, names of the input columns) -> the inputs of the chunk's rows.
         each: content of a row, for the error on a table without rows.
         alone: if one column holds the inputs: what several columns could all be, for the error; "": any number is fine.
+        labelled: whether the table has the columns of labels. Labels of an unlabelled table are zeros.
 
     Raises:
         DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
     """
     chunks = read(file)
     first = next(chunks)
-    parts = inputs_of(file, tuple(first.columns), spec)
+    parts = inputs_of(file, tuple(first.columns), spec, labelled=labelled)
     if alone and len(parts.x) != 1:
         raise DataError(f"{file}: columns {', '.join(parts.x)} could all {alone}, as [data] x = {parts.x[0]!r}")
     decoder = columns.Decoder(file, spec, parts.y)
     x, y, owner = [], [], []
     for chunk in chain((first,), chunks):
         x.append(inputs(chunk, decoder, parts.x))
-        y.append(decoder.targets(chunk))
+        y.append(decoder.targets(chunk) if labelled else np.zeros(len(chunk), np.int64))
         if parts.owner:
             owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
     labels = np.concatenate(y)
@@ -138,24 +143,43 @@ def file_of(path: Path, spec: DataSpec) -> Path:
     return path
 
 
-def inputs_of(file: Path, there: Sequence[str], spec: DataSpec) -> Inputs:
+def columns_of(file: Path) -> tuple[str, ...]:
+    """Return the names of a table's columns.
+
+    Raises:
+        DataError: If the file is no table.
+    """
+    return tuple(next(read(file)).columns)
+
+
+def inputs_of(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> Inputs:
     """Roles of columns: inputs, targets and the user; by default "y" is the target and all others are inputs.
 
     Raises:
         DataError: a column does not exist; lists those that do.
     """
-    y = (spec.y,) if isinstance(spec.y, str) else spec.y
-    y = tuple(name for name in y if name) or ("y",)
+    y = label_columns(spec)
     owner = spec.column
     given = (spec.x,) if isinstance(spec.x, str) else spec.x
     x = tuple(name for name in given if name) or tuple(name for name in there if name not in (*y, owner))
-    for key, names in (("y", y), ("x", x), ("column", (owner,) if owner else ()), ("categories", spec.categories)):
+    for key, names in (
+        ("y", y if labelled else ()),
+        ("x", x),
+        ("column", (owner,) if owner else ()),
+        ("categories", spec.categories),
+    ):
         require_columns(file, there, key, names)
     if not x:
         raise DataError(f"{file} has no column beside {', '.join(y)}: inputs are wanted too")
     if both := [name for name in x if name in y]:
         raise DataError(f"{file}: column {both[0]!r} is input and label at once: name it in [data] x or y, not in both")
     return Inputs(x, y, owner)
+
+
+def label_columns(spec: DataSpec) -> tuple[str, ...]:
+    """Return the names of the columns of labels."""
+    given = (spec.y,) if isinstance(spec.y, str) else spec.y
+    return tuple(name for name in given if name) or ("y",)
 
 
 def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from fedquilt.data.spec import DataSpec, Text
 from fedquilt.data.tokens import Tokenizer
 
 
-def open_(path: Path, spec: DataSpec) -> Reader:
+def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
     """Open texts as tokens, int32 (n, length).
 
     Raises:
@@ -22,17 +22,17 @@ def open_(path: Path, spec: DataSpec) -> Reader:
     """
     if spec.text is None:
         raise DataError(f'{path}: texts need a vocabulary: add [data.text] vocabulary = "vocab.txt"')
-    tokenizer = Tokenizer.load(Path(spec.text.vocabulary))
+    tokenizer = Tokenizer.load(spec.text.vocabulary)
     if path.is_dir() and not table.split_files(path, spec.split):
         return _folder(path, spec, spec.text, tokenizer)
-    return _table(table.file_of(path, spec), spec, spec.text, tokenizer)
+    return _table(table.file_of(path, spec), spec, spec.text, tokenizer, labelled)
 
 
-def _table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
+def _table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> Reader:
     def tokens(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> np.ndarray:
         return _tokens([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
 
-    found = table.gathered(file, spec, tokens, "a text", "be the text: name it")
+    found = table.gathered(file, spec, tokens, "a text", "be the text: name it", labelled=labelled)
     values = np.concatenate(found.x)
     return Reader(found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer))
 
@@ -55,7 +55,22 @@ def _tokens(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:
     return found
 
 
-def _read(file: Path) -> str:
+def tokens_of(source: Path | bytes, text: Text) -> np.ndarray:
+    """Return the token numbers (length,) int32 of a text file, or of a text's bytes in UTF-8.
+
+    Raises:
+        DataError: If the text or the vocabulary cannot be read.
+    """
+    return _tokens([_read(source)], text, Tokenizer.load(text.vocabulary))[0]
+
+
+def _read(source: Path | bytes) -> str:
+    if isinstance(source, bytes):
+        try:
+            return source.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise DataError("the text is not in UTF-8: send it in UTF-8") from None
+    file = source
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

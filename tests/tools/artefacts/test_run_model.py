@@ -106,9 +106,9 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
         run_model(classifiers.written(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match="there is no graph"):
         run_model(tmp_path / "absent.onnx", good)
-    with pytest.raises(DataError, match="neither a folder of images nor an"):
+    with pytest.raises(DataError, match="does not exist: name a folder or a file of"):
         run_model(model, tmp_path / "absent")
-    with pytest.raises(DataError, match="holds no images; known are"):
+    with pytest.raises(DataError, match="holds none of the files that the network takes"):
         run_model(model, empty)
     with pytest.raises(DataError, match="expected under 'x_test' or 'x'"):
         run_model(model, npz(tmp_path / "a.npz", z=np.zeros(3)))

@@ -45,7 +45,7 @@ def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) 
     folder.step()
     folder.step()
     assert len(lines) == 3
-    assert "no PNG or JPEG" in lines[-1]["error"]
+    assert "no PNG, JPEG, WebP or TIFF" in lines[-1]["error"]
     os.replace(place / "a.npy", place / "d.npy")
     folder.step()
     assert lines[-1]["file"] == "d.npy"

@@ -41,12 +41,12 @@ def member(name: str, data: bytes) -> bytes:
 HEAD = np.lib.format.magic(1, 0)
 SAYS = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000, 1000000), }\n"
 BAD = {
-    "nothing": (b"", "no PNG or JPEG"),
-    "garbage": (b"\x00\xff" * 5000, "no PNG or JPEG"),
+    "nothing": (b"", "no PNG, JPEG, WebP or TIFF"),
+    "garbage": (b"\x00\xff" * 5000, "no PNG, JPEG, WebP or TIFF"),
     "half a PNG": (png(64, 64)[:60], "cannot read the image"),
     "an image bomb": (png(60_000, 60_000, b""), "16 million pixels"),
     "a large image": (png(5000, 4000), "16 million pixels"),
-    "a GIF": (b"GIF89a" + bytes(100), "no PNG or JPEG"),
+    "a GIF": (b"GIF89a" + bytes(100), "no PNG, JPEG, WebP or TIFF"),
     "text of wrong rows": (npy(np.array(["a", "b"])), "expected numbers"),
     "objects": (npz(x=np.array([1, 2]))[:200], "cannot read the .npz"),
     "a pickle": (b"\x93NUMPY" + b"\x80\x04." * 10, "cannot read the array"),

@@ -1,0 +1,73 @@
+"""Settings of a job's `[data]` table that are measured on its data: words of categories, and depth of grey images.
+
+Both are measured once, when the job is read, in the training split that `[data]` names, and stand in the job from then
+on. So the bundle, every simulated device and the test set use the same settings, also where a device's own examples
+lack a word or a bright pixel. A device reads its own `[data]` and does not know the other devices' data: its agent.toml
+lists the settings, which `fedquilt prepare` prints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.core import DataError, JobError
+from fedquilt.data.spec import AUTO, DataSpec
+
+MOST: Final = 256  # words of a column; one with more holds names or texts rather than categories
+
+
+def complete(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `[data]` table with the sorted words in place of each "auto", and with the depth of grey images.
+
+    Raises:
+        JobError: If another key of the table is wrong, or the table has "auto" and names no file.
+        DataError: If the data cannot be read, or a column is missing, empty or no category.
+    """
+    return _with_depth(_with_words(table))
+
+
+def agent_lines(table: Mapping[str, Any]) -> list[str]:
+    """Return the measured settings as lines of a `[data]` table."""
+    lines = []
+    if categories := table.get("categories"):
+        each = (f"{column} = {json.dumps(list(words), ensure_ascii=False)}" for column, words in categories.items())
+        lines.append(f"categories = {{ {', '.join(each)} }}")
+    if depth := table.get("depth"):
+        lines.append(f"depth = {depth}")
+    return lines
+
+
+def _with_words(table: Mapping[str, Any]) -> dict[str, Any]:
+    given = table.get("categories")
+    columns = [column for column, words in given.items() if words == AUTO] if isinstance(given, Mapping) else []
+    if not columns:
+        return dict(table)
+    from fedquilt.data import readers
+
+    spec = DataSpec.parse({**table, "categories": {}})
+    if not spec.path:
+        raise JobError(f'[data] categories = "{AUTO}" is for a table at a path, not for {spec.where}')
+    found = readers.words(Path(spec.path), msgspec.structs.replace(spec, split="train"), columns)
+    for column, words in found.items():
+        if not words or len(words) > MOST:
+            what = f"has {len(words)} different words" if words else "has no word"
+            raise DataError(
+                f"{spec.where}: column {column!r} {what}, which makes no category: leave it out of [data] x"
+            )
+    assert isinstance(given, Mapping)
+    return {**table, "categories": {**given, **{column: list(words) for column, words in found.items()}}}
+
+
+def _with_depth(table: dict[str, Any]) -> dict[str, Any]:
+    path = table.get("path")
+    if "depth" in table or not isinstance(path, str) or not Path(path).is_dir():
+        return table
+    from fedquilt.data import readers
+
+    depth = readers.image_depth(DataSpec.parse({**table, "categories": {}}))
+    return {**table, "depth": depth} if depth else table

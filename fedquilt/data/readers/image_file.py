@@ -1,0 +1,163 @@
+"""Image files as arrays: the one decoder of training, evaluation, release checks, `run-model` and `serve-model`.
+
+An 8-bit image becomes (h, w, 3) uint8. A grey image of more bits becomes (h, w) uint16, with its levels stretched
+from `[data] depth` bits to 16. EXIF orientation is applied and transparent pixels are laid on white.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data import images
+
+SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+DEEP_MODES: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # Pillow's names of grey levels beyond 8 bits
+DEPTHS: Final = range(9, 17)
+PIXELS_MOST: Final = 16_000_000  # of an image that came over a network: 48 MB as colours
+
+
+def has_pillow() -> bool:
+    """Return whether Pillow is installed."""
+    return importlib.util.find_spec("PIL") is not None
+
+
+def pillow() -> Any:
+    """Import Pillow's Image module.
+
+    Raises:
+        DataError: If Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+
+        return Image
+    except ImportError:
+        raise DataError("image files need Pillow, which is not installed: pip install 'fedquilt[images]'") from None
+
+
+def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarray:
+    """Decode an image.
+
+    Args:
+        source: A file, or the bytes of a PNG, JPEG, WebP or TIFF file of at most PIXELS_MOST pixels.
+        size: Side of the result in pixels, or 0 to keep the image's own size.
+        depth: Bits of a grey level, 9 to 16, or 0 for 8-bit images.
+
+    Returns:
+        Pixels, (h, w, 3) uint8, or (h, w) uint16 with a depth.
+
+    Raises:
+        DataError: If the image cannot be decoded, has levels that `depth` does not cover, or Pillow is not installed.
+    """
+    Image = pillow()
+    name = f"the image {source}" if isinstance(source, Path) else "the image"
+    try:
+        with _opened(Image, source) as image:
+            if isinstance(source, bytes) and image.width * image.height > PIXELS_MOST:
+                raise Image.DecompressionBombError
+            pixels = pixels_of(image, name, depth)
+    except DataError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        most = f"more than {PIXELS_MOST / 1e6:.0f} million pixels: send a smaller image"
+        raise DataError(f"cannot read {name}: {most if isinstance(source, bytes) else error}") from None
+    except Image.UnidentifiedImageError as error:
+        why = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
+        raise DataError(f"cannot read {name}: {why}") from None
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ... by the kind of damage
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"cannot read {name}: {reason or type(error).__name__}") from None
+    return images.scale(pixels[None], size)[0] if size else pixels
+
+
+def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
+    """Return the pixels of an open Pillow image, as `read_image` does.
+
+    Args:
+        image: The Pillow image.
+        name: Name of the image in errors.
+        depth: Bits of a grey level, or 0.
+        keep_grey: Whether an 8-bit grey image becomes (h, w) instead of (h, w, 3).
+    """
+    from PIL import ImageOps
+
+    _require_mode(image, name)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in DEEP_MODES:
+        return _deep(np.asarray(image), name, depth)
+    if image.has_transparency_data:
+        colours = image.convert("RGBA")
+        image = pillow().alpha_composite(pillow().new("RGBA", image.size, "white"), colours)
+    if depth:
+        return np.asarray(image.convert("L"), np.uint16) * np.uint16(257)  # 255 becomes 65535
+    if keep_grey and image.mode == "L":
+        return np.asarray(image)
+    return np.asarray(image.convert("RGB"))
+
+
+def require_supported(files: Sequence[Path]) -> None:
+    """Check the headers of images.
+
+    Raises:
+        DataError: If a file is no image, or is an image that `read_image` rejects.
+    """
+    for file in files:
+        try:
+            with _opened(pillow(), file) as image:
+                _require_mode(image, f"the image {file}")
+        except OSError as error:
+            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+
+
+def depth_of(files: Sequence[Path], sample: int = 64) -> int:
+    """Return the bits of a grey level that images use, or 0 for 8-bit images.
+
+    A 12-bit camera saves PNG of 16 bits, of which it uses 12. Every image is decoded of a small set, and evenly chosen
+    ones of a large set.
+
+    Raises:
+        DataError: If an image cannot be decoded.
+    """
+    largest = 0
+    for file in files[:: max(1, len(files) // sample)]:
+        with _opened(pillow(), file) as image:
+            if image.mode in DEEP_MODES:
+                largest = max(largest, int(np.asarray(image).max(initial=0)))
+            elif not largest:
+                return 0
+    return max(DEPTHS[0], min(largest.bit_length(), DEPTHS[-1])) if largest else 0
+
+
+def _opened(Image: Any, source: Path | bytes) -> Any:
+    if isinstance(source, Path):
+        return Image.open(source)
+    return Image.open(io.BytesIO(source), formats=("PNG", "JPEG", "WEBP", "TIFF"))
+
+
+def _require_mode(image: Any, name: str) -> None:
+    if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"{name} has {image.n_frames} pages: save each page as a file")
+    if image.mode == "F":
+        raise DataError(f"{name} has levels in floating point: save it as PNG of 8 or 16 bits, or as an array in .npz")
+    if image.mode == "I" and image.format == "TIFF":
+        raise DataError(f"{name} has levels of 32 bits: save it with 8 or 16 bits a level")
+
+
+def _deep(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
+    low, high = int(levels.min(initial=0)), int(levels.max(initial=0))
+    if low < 0 or high > 65535:
+        raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits a level")
+    needed = max(DEPTHS[0], high.bit_length())
+    if not depth:
+        raise DataError(f"{name} is grey with more than 8 bits: set [data] depth = {needed}, the bits that are used")
+    most = 2**depth - 1
+    if high > most:
+        raise DataError(f"{name} has a level of {high}, above the {most} of [data] depth = {depth}: set it to {needed}")
+    return np.rint(levels.astype(np.float32) * np.float32(65535 / most)).astype(np.uint16)

@@ -1,0 +1,59 @@
+"""Reading settings: how files became examples in training, stored in the bundle and in the exported model.
+
+They are the keys of `[data]` that say how a file is read, with the columns of a table and the tokens of a vocabulary
+written out. Whoever reads examples for the model later (a release check, `run-model`, `serve-model`) applies them to
+a file of its own, so that equal files become equal examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.core import DataError
+from fedquilt.data.spec import HOW, TABLES, DataSpec
+
+SETTINGS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
+
+
+def settings_of(spec: DataSpec) -> dict[str, Any]:
+    """Return the reading settings of a `[data]` table, as plain values.
+
+    Raises:
+        DataError: If the data are on this machine and cannot be read.
+    """
+    plain = msgspec.to_builtins(spec)
+    found = {key: plain[key] for key in SETTINGS if getattr(spec, key) != getattr(DataSpec(path="."), key)}
+    if spec.text is not None and Path(str(spec.text.vocabulary)).is_file():
+        from fedquilt.data.tokens import Tokenizer
+
+        found["text"] = {**found["text"], "vocabulary": list(Tokenizer.load(spec.text.vocabulary).numbers)}
+    if spec.audio is None and spec.text is None and (columns := _input_columns(spec)):
+        found["x"] = list(columns)
+    return found
+
+
+def spec_of(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:
+    """Return the spec of a `[data]` table that is read with a model's reading settings.
+
+    Raises:
+        JobError: If a key is wrong.
+    """
+    return DataSpec.parse({**table, **settings})
+
+
+def _input_columns(spec: DataSpec) -> tuple[str, ...]:
+    """Return the names of a table's input columns, or () for other data and for data on another machine."""
+    from fedquilt.data.readers import table
+
+    path = Path(spec.path)
+    try:
+        file = table.file_of(path, msgspec.structs.replace(spec, split="train")) if spec.path else path
+    except DataError:  # a folder without a table
+        return ()
+    if file.suffix.lower() not in TABLES or not file.is_file():
+        return ()
+    return table.inputs_of(file, table.columns_of(file), spec).x

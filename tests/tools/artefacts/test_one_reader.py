@@ -1,0 +1,261 @@
+"""One file gives one tensor: in training, in a release check, and with `run-model` and `serve-model`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import wave
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="a network is exported by torch")
+pytest.importorskip("onnxruntime", reason="an exported network is run")
+Image = pytest.importorskip("PIL.Image", reason="images are decoded by Pillow")
+
+from fedquilt import tensors  # noqa: E402
+from fedquilt.coordinator import settings  # noqa: E402
+from fedquilt.core import DataError, ModelError  # noqa: E402
+from fedquilt.data import examples  # noqa: E402
+from fedquilt.data.measured_settings import complete  # noqa: E402
+from fedquilt.data.spec import DataSpec  # noqa: E402
+from fedquilt.edge_agent.engines import exported, training  # noqa: E402
+from fedquilt.edge_agent.releases import check  # noqa: E402
+from fedquilt.edge_agent.releases.protocol import CheckOrder  # noqa: E402
+from fedquilt.models.networks import onnx_file  # noqa: E402
+from fedquilt.tools.artefacts import prepare  # noqa: E402
+from fedquilt.tools.artefacts.classifier import Classifier  # noqa: E402
+from fedquilt.tools.artefacts.run_model import run_model  # noqa: E402
+from fedquilt.tools.runner.models import Models  # noqa: E402
+from fedquilt.tools.runner.service import Service  # noqa: E402
+
+
+class Case(NamedTuple):
+    """Training data with the tables of a job, and files of the training data in their order."""
+
+    job: dict[str, Any]
+    files: list[Path]
+    table: Path | None = None  # the file, if its rows are the examples
+
+
+def noise(seed: int, shape: tuple[int, ...], most: int = 255) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, most + 1, shape)
+
+
+def image_case(folder: Path, save: Callable[[Path, int], Path], channels: int) -> Case:
+    files = []
+    for label in ("a", "b"):
+        (folder / "train" / label).mkdir(parents=True)
+        files += [save(folder / "train" / label / f"{n}", 10 * n + (label == "b")) for n in range(2)]
+    job = {
+        "model": {"name": "cnn", "channels": channels, "size": 8, "classes": 2},
+        "input": {"channels": channels, "size": 8, "mean": [0.4], "std": [0.2]},
+        "data": {"path": str(folder), "size": 12},
+    }
+    return Case(job, files)
+
+
+def saved(mode: str, suffix: str, **options: Any) -> Callable[[Path, int], Path]:
+    """A function that saves an image of noise in this Pillow mode."""
+
+    def save(path: Path, seed: int) -> Path:
+        file = path.with_suffix(suffix)
+        if mode == "I;16":
+            image = Image.fromarray(np.where(np.eye(20, 17), 4095, noise(seed, (20, 17), 4095)).astype(np.uint16))
+        else:
+            image = Image.fromarray(noise(seed, (20, 17, 4)).astype(np.uint8), "RGBA").convert(mode)
+        image.save(file, **options)
+        return file
+
+    return save
+
+
+def rotated(path: Path, seed: int) -> Path:
+    """A photograph that a camera saved on its side, with the EXIF tag that says so."""
+    image = Image.fromarray(noise(seed, (20, 17, 3)).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(file := path.with_suffix(".jpg"), exif=exif)
+    return file
+
+
+def images(save: Callable[[Path, int], Path], channels: int = 3) -> Callable[[Path], Case]:
+    return lambda folder: image_case(folder, save, channels)
+
+
+def recordings(folder: Path) -> Case:
+    files = []
+    for label in ("hum", "click"):
+        (folder / "train" / label).mkdir(parents=True)
+        for n in range(2):
+            files.append(folder / "train" / label / f"{n}.wav")
+            with wave.open(str(files[-1]), "wb") as file:
+                file.setnchannels(2)
+                file.setsampwidth(2)
+                file.setframerate(4000)
+                file.writeframes(noise(n, (2400,), 30000).astype("<i2").tobytes())
+    job = {
+        "model": {"name": "conv1d", "channels": 8, "steps": 23, "classes": 2},
+        "data": {"path": str(folder), "audio": {"rate": 4000, "seconds": 0.25, "mels": 8}},
+        "input": {"standardise": True},
+    }
+    return Case(job, sorted(files))
+
+
+def texts(folder: Path) -> Case:
+    files = []
+    for label, words in (("cold", ("frost bites", "Frost, again")), ("hot", ("heat!", "heat bites"))):
+        (folder / "train" / label).mkdir(parents=True)
+        for n, text in enumerate(words):
+            files.append(folder / "train" / label / f"{n}.txt")
+            files[-1].write_text(text)
+    (folder / "words.txt").write_text("\n".join(["[PAD]", "[UNK]", "frost", "heat", "bite", "##s", ",", "!"]) + "\n")
+    job = {
+        "model": {"name": "transformer", "vocabulary": 8, "length": 6, "classes": 2, "width": 8},
+        "data": {"path": str(folder), "text": {"vocabulary": str(folder / "words.txt"), "length": 6}},
+    }
+    return Case(job, files)
+
+
+def table(folder: Path) -> Case:
+    folder.mkdir(parents=True)
+    rows = [(3, "iron", "u1", 0), ("", "steel", "u1", 1), (5, "iron", "u2", 1), (1, "steel", "u2", 0)]
+    with (folder / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("age", "material", "user", "failed"), *rows])
+    job = {
+        "model": {"name": "mlp", "inputs": 3, "hidden": [4], "classes": 2},
+        "data": {
+            "path": str(folder / "train.csv"),
+            "y": "failed",
+            "column": "user",
+            "fill": {"age": 7.5},
+            "categories": {"material": "auto"},
+        },
+        "input": {"standardise": True},
+    }
+    return Case(job, [], folder / "train.csv")
+
+
+CASES = {
+    "RGB PNG": images(saved("RGB", ".png")),
+    "RGB PNG for a grey network": images(saved("RGB", ".png"), 1),
+    "grey PNG": images(saved("L", ".png"), 1),
+    "black and white TIFF": images(saved("1", ".tif")),
+    "grey PNG of 12 bits": images(saved("I;16", ".png"), 1),
+    "grey TIFF of 12 bits": images(saved("I;16", ".tiff"), 3),
+    "transparent PNG": images(saved("RGBA", ".png")),
+    "transparent grey PNG": images(saved("LA", ".png"), 1),
+    "palette PNG": images(saved("P", ".png")),
+    "CMYK JPEG": images(saved("CMYK", ".jpg", quality=90)),
+    "CMYK TIFF": images(saved("CMYK", ".tif")),
+    "WebP": images(saved("RGB", ".webp", lossless=True)),
+    "rotated JPEG": images(rotated),
+    "recordings": recordings,
+    "texts": texts,
+    "table": table,
+}
+
+
+def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Export the prepared network with its first weights; returns the file and the [data] table."""
+    job = {**case.job, "data": complete(case.job["data"])}
+    made = prepare.prepare(job, folder / "bundle")
+    weights = tensors.decode((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())
+    file = folder / "model.onnx"
+    file.write_bytes(onnx_file.written(made.meta["network"], weights, made.meta["reading"]))
+    return file, job["data"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None:
+    case = CASES[name](tmp_path / "data")
+    model, data = exported_model(case, tmp_path)
+    network = Classifier(model)
+    about = exported.read(network._engine.facts(model))
+    trained_on = training.features(examples.load_all(DataSpec.parse(data)).x, about.network or {})
+    assert np.isfinite(trained_on).all()
+    assert np.ptp(trained_on) > 0
+
+    own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
+    order = CheckOrder(model=str(model), before=None, budget_bytes=10**9, data=own)
+    checked = check._held_out(order, about, examples.load)
+    assert checked is not None
+    np.testing.assert_array_equal(about.prepared(checked.x), trained_on)
+
+    if case.table:
+        np.testing.assert_array_equal(network.prepared(network.rows(case.table).x), trained_on)
+    else:
+        for source in (case.files, [file.read_bytes() for file in case.files]):
+            read = np.concatenate([network.prepared(network.example(each)[None]) for each in source])
+            np.testing.assert_array_equal(read, trained_on)
+
+    best = network.scores(trained_on).max(axis=1).tolist()
+    by_command = run_model(model, case.table or tmp_path / "data" / "train")
+    assert [row.score for row in by_command] == best
+    service = Service(Models(model))
+    if case.table:
+        served = service.asked(case.table.read_bytes())["answers"]
+    else:
+        served = [service.asked(file.read_bytes()) for file in case.files]
+    assert [answer["score"] for answer in served] == pytest.approx(best, rel=1e-6)
+
+
+def test_the_levels_of_a_12_bit_camera_fill_the_range(tmp_path: Path) -> None:
+    """4095 is white, although the PNG file could hold 65535."""
+    case = images(saved("I;16", ".png"), 1)(tmp_path)
+    data = complete(case.job["data"])
+    assert data["depth"] == 12
+    x = examples.load_all(DataSpec.parse({**data, "size": 0})).x
+    assert (x.dtype, x.max()) == (np.uint16, 65535)
+
+
+def test_transparent_pixels_are_white(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.new("RGBA", (2, 2), (10, 20, 30, 0)).save(tmp_path / "train" / "a" / "0.png")
+    assert examples.load_all(DataSpec(str(tmp_path))).x.tolist() == [[[[255] * 3] * 2] * 2]
+
+
+def test_a_rotated_photograph_stands_upright(tmp_path: Path) -> None:
+    case = images(rotated)(tmp_path)
+    assert examples.load_all(DataSpec(str(tmp_path))).x.shape == (4, 17, 20, 3)
+    assert len(case.files) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "reason"),
+    [
+        ("floats", lambda path: Image.fromarray(np.ones((2, 2), np.float32)).save(path), "levels in floating point"),
+        ("32 bits", lambda path: Image.fromarray(np.full((2, 2), 70000, np.int32)).save(path), "levels of 32 bits"),
+        (
+            "pages",
+            lambda path: Image.new("L", (2, 2)).save(path, save_all=True, append_images=[Image.new("L", (2, 2))]),
+            "has 2 pages: save each page as a file",
+        ),
+    ],
+)
+def test_images_that_would_lose_information_are_rejected_when_prepared(
+    name: str, save: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    case = images(saved("RGB", ".png"))(tmp_path / "data")
+    file = tmp_path / "data" / "train" / "a" / "00.tif"
+    save(file)
+    with pytest.raises(DataError, match=reason) as raised:
+        prepare.whole(settings.parse({"name": "j", "method": "fedavg", "rounds": 1, **case.job}), tmp_path / "b")
+    assert str(file) in str(raised.value)
+
+
+def test_deep_images_without_depth_name_the_setting(tmp_path: Path) -> None:
+    images(saved("I;16", ".png"), 1)(tmp_path)
+    with pytest.raises(DataError, match=r"more than 8 bits: set \[data\] depth = 12"):
+        examples.load_all(DataSpec(str(tmp_path)))
+    with pytest.raises(DataError, match=r"above the 1023 of \[data\] depth = 10: set it to 12"):
+        examples.load_all(DataSpec(str(tmp_path), depth=10))
+
+
+def test_a_model_whose_reading_settings_are_forged_is_rejected(tmp_path: Path) -> None:
+    for given, reason in (({"path": "/etc/passwd"}, "unknown key 'path'"), ({"size": "many"}, "'reading'")):
+        with pytest.raises(ModelError, match=reason):
+            exported.read({"reading": json.dumps(given)})
