@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -243,7 +244,7 @@ class Meddled(Disk):
 
 def test_what_is_unpacked_is_what_was_checked(board: Board, bundle: Callable[..., Path]) -> None:
     """Also where the bundle changes in between: wheels are unpacked from a copy that nobody else can open."""
-    file = bundle("SIGNED = 1")
+    file = bundle(f"SIGNED = 1  # {os.urandom(1 << 18).hex()}")  # more than a reader holds in its buffer
     wanted = order(board, file)
     made = build.build(wanted, Meddled(file))
     assert file.read_bytes().strip(b"\0") == b""
