@@ -311,7 +311,7 @@ class Agent:
             lost=private.lost,
             forgotten=private.forgotten,
             cache=str(self.local.cache(task.job)),
-            out=str(self.local.scratch()),
+            out=str(self.local.empty_output()),
             plan_bytes=plan_bytes,
             checked=compared,
             plugins=self.settings.plugins,

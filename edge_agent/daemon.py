@@ -44,6 +44,7 @@ def run_agent(settings: AgentSettings) -> None:
     meter = None if settings.meter is None else devices.meter(settings.meter)
     board, boot = devices.make(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
+    confine.protect_memory()
     before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
     lock = Local(Path(settings.home)).lock()
     with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
@@ -55,8 +56,8 @@ def run_agent(settings: AgentSettings) -> None:
     if own is None:
         log.info("%s", UNSIGNED)
     cage, home = budget.Cage(), Path(settings.home).absolute()
-    worker = ChildWorker(settings.warm_s, confine.command(home), cage)
-    checks = ChildWorker(0.0, start.command(models.folder(settings)), cage)
+    worker = ChildWorker(settings.warm_s, confine.command(home / "task"), cage, home / "task")
+    checks = ChildWorker(0.0, start.command(home / models.CHECK), cage, home / models.CHECK)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
     deployed = models.Models(

@@ -1,13 +1,19 @@
 """Persistent state of a device: unacknowledged results, private state, and blobs. All survive kill -9.
 
     <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
-    <home>/scratch/                   output of the task in hand; emptied at every start
-    <home>/cache/<boot>/<job>/        files of a job's tasks for later ones; may vanish at any time between tasks
+    <home>/task/out/                  output of the current task
+    <home>/task/cache/<job>@<boot>/   files of a job's tasks for later ones; may vanish at any time between tasks
+    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries
+    <home>/scratch/                   outbox entry in the making; removed at every start
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
     <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
     <home>/counted.json               job -> last round that was counted, and the private state it left
     <home>/releases/                  what is to be exchanged, and how far that is (`fedquilt.edge_agent.releases`)
     <home>/learned.json               speed and power of each engine and workload, as tasks have shown them
+
+A confined task may write the folders in task/ and no others (`fedquilt.edge_agent.task.confine`). The agent follows no
+link there, and copies a result from there before it compares the result with its hash: the task's process, or one that
+it has started, may still have the file open.
 
 A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
 update.json and the private state are completed in scratch/, and the folder is renamed into outbox/.
@@ -34,10 +40,11 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
-from fedquilt.core import BlobRef, JobError, Label, Update, Wired, WireError
+from fedquilt.core import BlobRef, JobError, Label, StoreError, Update, Wired, WireError
 from fedquilt.disk import REAL, Disk, Lock, Place, doing
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted, Key, Private, Remembered
+from fedquilt.edge_agent.task import confine
 from fedquilt.edge_agent.task.outputs import PRIVATE
 
 log = logging.getLogger("fedquilt.agent")
@@ -72,6 +79,8 @@ class Local:
         self.home, self.durable, self._disk = home.absolute(), durable, disk
         self._outbox, self._private = self.home / "outbox", self.home / "private"
         self._scratch, self._probe = self.home / "scratch", f"{self.home}/probe"
+        self.task = self.home / "task"  # private folders of the task's process
+        self._out, self._caches = self.task / confine.OUT, self.task / confine.CACHE
         if durable:
             self._make_folders()
         self._cache: Path | None = None  # folder of the latest `cache`
@@ -108,6 +117,7 @@ class Local:
         with doing(f"read {self.home}"):
             counted = self._remembered.recover()
             self._clear(self._scratch)
+            self._clear(self._out)
             for entry in sorted(self._disk.entries(self._outbox)):
                 folder = f"{self._outbox}/{entry.name}"
                 update = self._stored(folder)
@@ -141,16 +151,14 @@ class Local:
 
     # -- one task --
 
-    def scratch(self) -> Path:
-        """Empty folder for the output of the task in hand; without `durable` it may not exist yet."""
-        folder = self._scratch
+    def empty_output(self) -> Path:
+        """Empty the folder for the output of the next task and return it; without `durable` it may not exist yet."""
         if not self.durable:
-            self._clear(folder)
-            return folder
-        with doing(f"make {folder}"):
-            self._disk.remove(folder)
-            self._disk.make(folder)
-        return folder
+            self._clear(self._out)
+            return self._out
+        with doing(f"empty {self._out}"):  # a process that waits for the next task may write this very folder
+            self._disk.clear(self._out)
+        return self._out
 
     def cache(self, job: str) -> Path:
         """Folder of the files that a job's tasks leave for later ones; those of other jobs are deleted.
@@ -161,16 +169,18 @@ class Local:
         known = self._cache
         if known is not None and known.name == job and (not self.durable or self._disk.is_dir(known)):
             return known
-        folder = self.home / "cache" / _boot() / job
-        if not self.durable and not self._disk.is_dir(self.home / "cache"):
+        folder = self._caches / f"{job}@{_boot()}"
+        if not self.durable and not self._disk.is_dir(self._caches):
             self._cache = folder
             return folder
         with doing(f"make {folder}"):
+            self._disk.make(self._caches)
+            for entry in self._disk.entries(self._caches):
+                if entry.name != folder.name:
+                    self._clear(self._caches / entry.name)
+            if self._disk.target(folder) is not None:  # a link that an earlier job's task has put there
+                self._disk.unlink(folder)
             self._disk.make(folder)
-            for within, kept in ((folder.parent.parent, folder.parent), (folder.parent, folder)):
-                for entry in self._disk.entries(within):
-                    if within / entry.name != kept:
-                        self._clear(within / entry.name)
         self._cache = folder
         return folder
 
@@ -185,9 +195,9 @@ class Local:
             return self._remembered.latest(job)
 
     def commit(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
-        """Make the task's output in scratch durable as this update; returns whether it has private state.
+        """Make the task's output durable as this update; returns whether it has private state.
 
-        The folder holds each bundle in a file named by its sha256, and the private state if there is one.
+        The output folder holds each bundle in a file named by its sha256, and the private state if there is one.
 
         Args:
             update: manifest of the output.
@@ -195,27 +205,25 @@ class Local:
             private: the private state that it wrote there.
         """
         scratch = self._scratch
+        for ref in set(update.bundles.values()):
+            if ref.sha256 in blobs:
+                self.depot.stow(blobs[ref.sha256], ref)
+            elif self.durable:
+                self.depot.put_untrusted(f"{self._out}/{ref.sha256}", ref)
+            else:  # on virtual time no process of its own carries out the task
+                self.depot.put_file(f"{self._out}/{ref.sha256}", ref, move=True)
         if not self.durable and private is None:
-            for ref in set(update.bundles.values()):
-                if ref.sha256 in blobs:
-                    self.depot.stow(blobs[ref.sha256])
-                else:
-                    self.depot.put_file(f"{scratch}/{ref.sha256}", ref, move=True)
             self._light.add((update.job, update.round))
             return False
         if not self.durable:
             self._make_folders()
-        with doing(f"write to {scratch}"):
-            for sha256, payload in blobs.items():
-                self._disk.write(f"{scratch}/{sha256}", payload)
-        for ref in set(update.bundles.values()):
-            self.depot.put_file(f"{scratch}/{ref.sha256}", ref, move=True)
         target = self._folder((update.job, update.round))
         with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
-            for ref in update.bundles.values():  # a blob that was in the depot already is still there
-                self._disk.unlink(f"{scratch}/{ref.sha256}")
+            self._disk.clear(scratch)
             if private is not None:
-                self._disk.replace(f"{scratch}/{PRIVATE}", f"{scratch}/{private.sha256}{KEPT}")
+                kept = f"{scratch}/{private.sha256}{KEPT}"
+                if self._disk.copy_untrusted(f"{self._out}/{PRIVATE}", kept, private.size) != private.sha256:
+                    raise StoreError(f"the private state in {self._out} is not what the task's process says it wrote")
             self._disk.write(f"{scratch}/{UPDATE}", wire.encode(update))
             if self.durable:
                 for entry in self._disk.entries(scratch):
@@ -224,7 +232,8 @@ class Local:
             self._remove(target)
             self._disk.replace(scratch, target)
             self._sync(self._outbox)
-            return private is not None
+        self._clear(self._out)
+        return private is not None
 
     def settle(self, key: Key, accepted: bool, counted: Mapping[str, Counted]) -> None:
         """Apply the coordinator's answer to an update: keep its private state if it counted, delete it if not.
@@ -253,9 +262,12 @@ class Local:
             self._disk.unlink(folder)
 
     def _clear(self, place: Path) -> None:
-        """Remove a folder of no value, as far as that can be done."""
+        """Remove what is of no value, as far as that can be done; of a private folder of tasks the content alone."""
         with suppress(OSError):
-            self._disk.remove(place)
+            if place == self._out and self._disk.is_dir(place):
+                self._disk.clear(place)
+            else:
+                self._disk.remove(place)
 
     def _folder(self, key: Key) -> str:
         return f"{self._outbox}/{key[0]}@{key[1]}"

@@ -12,12 +12,12 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 from fedquilt.core import StoreError
 from fedquilt.open_file import OpenFile, write_whole
@@ -104,7 +104,7 @@ class Disk:
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         """Read `size` bytes from `offset`, fewer at the end; by default all that follow."""
-        with builtins.open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0, opener=_unblocked) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
             file.seek(offset)
@@ -255,10 +255,37 @@ class Disk:
             ):  # a folder of somebody else, in which others may work, and which they may not list
                 self.sync(os.path.dirname(each) or ".")
 
-    def remove(self, folder: Place) -> None:
-        """Remove a folder with all that is in it; nothing happens where there is none."""
-        if os.path.isdir(folder):
-            shutil.rmtree(folder)
+    def remove(self, path: Place) -> None:
+        """Remove a file, a link or a folder with its content. Do nothing if the path does not exist."""
+        if os.path.islink(path) or not os.path.isdir(path):
+            self.unlink(path)
+        else:
+            _empty(path)
+            os.rmdir(path)
+
+    def clear(self, folder: Place) -> None:
+        """Make a folder if it is missing, and remove its content."""
+        self.make(folder)
+        _empty(folder)
+
+    def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
+        """Copy a file that another process may write meanwhile to a new file, and return the sha256 of the copy.
+
+        Raises:
+            OSError: If the source is a link, a pipe or another special file, or has more than `most_bytes`.
+        """
+        file = _unblocked(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
+        with builtins.open(file, "rb", buffering=0) as given, self._new(target) as copy:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file", str(source))
+            if os.fstat(file).st_size > most_bytes:
+                raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(source))
+            sha256, left, buffer = hashlib.sha256(), most_bytes, memoryview(bytearray(BUFFER_BYTES))
+            while left and (size := given.readinto(buffer[: min(left, BUFFER_BYTES)])):
+                sha256.update(buffer[:size])
+                copy.write(buffer[:size])
+                left -= size
+        return sha256.hexdigest()
 
     # -- made of these --
 
@@ -343,6 +370,10 @@ class Disk:
         self.ensure(path)  # SQLite gives its other files the same mode
         return sqlite3.connect(path, timeout=10, isolation_level=None)
 
+    def _new(self, path: Place) -> BinaryIO:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return builtins.open(os.open(path, flags, self._mode), "wb")
+
     @property
     def _mode(self) -> int:
         return 0o666 & ~self.withheld
@@ -358,8 +389,62 @@ REAL: Final = Disk()  # the machine's own
 PRIVATE: Final = Private()
 
 
-def _found(name: str, stat: os.stat_result) -> Found:
-    return Found(name, (stat.st_mode & 0o170000) == 0o040000, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+def _found(name: str, status: os.stat_result) -> Found:
+    is_dir = (status.st_mode & 0o170000) == 0o040000
+    return Found(name, is_dir, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def _unblocked(path: str, flags: int) -> int:
+    """Open a file at once: if somebody has put a pipe in its place, reading fails instead of waiting for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _empty(folder: Place) -> None:
+    """Remove the content of a folder which a task may have filled to do harm.
+
+    Links are removed, not followed. Folders are moved up before they are emptied: `shutil.rmtree` recurses, and fails
+    with a RecursionError where folders are nested a thousand deep.
+    """
+    top = _open_folder(folder)
+    try:
+        names = os.listdir(top)
+        while names:
+            name = names.pop()
+            if _unlinked(name, top):
+                continue
+            inner = _open_folder(name, top)
+            try:
+                for nested in os.listdir(inner):
+                    if not _unlinked(nested, inner):
+                        os.close(_open_folder(nested, inner))  # a folder that is shut cannot be moved
+                        names.append(os.urandom(16).hex())
+                        os.rename(nested, names[-1], src_dir_fd=inner, dst_dir_fd=top)
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+
+
+def _unlinked(name: str, folder: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        return False
+    return True
+
+
+def _open_folder(path: Place, above: int | None = None) -> int:
+    """Open a folder, and give its owner the right to read and change it if that was taken away."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=above, follow_symlinks=False):
+        place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        try:
+            with suppress(PermissionError):
+                os.chmod(f"/proc/self/fd/{place}", 0o700)
+        finally:
+            os.close(place)
+    return os.open(path, flags, dir_fd=above)
 
 
 # -- sentences ------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ class Place:
 
     def order(self, method: str = "fedavg", budget_bytes: int = 1 << 30, **changes: Any) -> Order:
         self._orders += 1
-        out = self.folder / f"out-{self._orders}"
-        out.mkdir()
+        out = self.folder / "out" / str(self._orders)
+        out.mkdir(parents=True)
         values: dict[str, Any] = {"engine": "numpy", "actions": ("check", "work") if method == "fedavg" else ("work",)}
         values = {"work": Work(flops=1e9), **values}
         task = Task(

@@ -216,7 +216,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
     says = Served(at=1e9, model=SHA, served=20, failed=2, latency_s=0.1, drift=0.2, accuracy=0.9, labelled=5)
     values = {"budget": "512MB", "labels": ["+canary", "-old"], "policy": "max", "max_w": 9.5, "telemetry_s": 30.0}
     kept = central.Kept(serial=3, set=values, before={"labels": ["a=b", "c"]})
-    order = CheckOrder(model="m", before=None, budget_bytes=1, data={"path": "digits.npz"}, plugins=("a",))
+    order = CheckOrder(model="m", out="o", before=None, budget_bytes=1, data={"path": "digits.npz"}, plugins=("a",))
 
     def current(payload: bytes) -> object:
         (lies / SHA[:16] / models.RELEASE).write_bytes(payload)

@@ -6,7 +6,6 @@ was sent. All of it happens in the process of a check, and nothing of it leaves 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +21,7 @@ NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
 
 
 def assemble(order: Parted, model: Path, budget_bytes: int) -> str:
-    """Write the board's ONNX file atomically; returns a note on the network, or "".
+    """Write the board's ONNX file; returns a note on the network, or "".
 
     Args:
         order: what was sent, and where the private state is.
@@ -59,7 +58,8 @@ def assemble(order: Parted, model: Path, budget_bytes: int) -> str:
     )
     found = method.personal(task, site)
     tensors.require_finite(found)
-    _write(model, onnx_fill.filled(parts.graph.data, found), order.mode)
+    with doing(f"write {model}", "free some space"), model.open("wb") as file:
+        file.writelines(onnx_fill.filled(parts.graph.data, found))
     if lost:
         return f"{lost}: the network is that of a board which has not taken part"
     return "" if site.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it"
@@ -69,20 +69,3 @@ def _bundle(parts: personal.Parts, name: str) -> Tensors:
     if name not in parts.bundles:
         raise ModelError(f"what was sent has no bundle {name!r}; it has: {', '.join(sorted(parts.bundles)) or 'none'}")
     return parts.bundles[name]
-
-
-def _write(path: Path, pieces: list[bytes | memoryview], mode: int) -> None:
-    """Write a file atomically and durably."""
-    part = path.with_name(f"{path.name}.part")
-    with doing(f"write {path}", "free some space"):
-        with part.open("wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

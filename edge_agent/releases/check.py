@@ -3,7 +3,7 @@
     python -m fedquilt.edge_agent.releases.check PARENT
 
 takes `CheckOrder`s as JSON lines on stdin, as a task's process takes its orders. The process may be killed at
-any moment: all that it leaves is a TensorRT engine beside the model, which is renamed once it is whole.
+any moment. What it makes lies in the order's folder `out`, and counts once the agent has copied it from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported, objectives
 from fedquilt.edge_agent.engines.exported import Exported
 from fedquilt.edge_agent.releases.assemble import assemble
-from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
+from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task.process import die_with
@@ -39,7 +39,6 @@ from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
 AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
 WARM: Final = 3  # answers before the ones that are timed
 TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
-TENSORRT: Final = "model.engine"
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
 TIED: Final = (  # becomes a program that ends with this process
     "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
@@ -213,10 +212,9 @@ def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int
 
 
 def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[str]:
-    """Build a TensorRT engine beside the model; returns a note, as a failure does not fail the check."""
+    """Build a TensorRT engine; returns a note, as a failure does not fail the check."""
     assert order.trtexec is not None
-    made = model.path.with_name(TENSORRT)
-    part = made.with_name(f"{TENSORRT}.part")
+    part = Path(order.out) / f"{TENSORRT}.part"
     command = [
         sys.executable,
         "-c",
@@ -241,9 +239,7 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
         if done.returncode:
             words = done.stdout.decode(errors="replace").strip().splitlines()
             return [f"trtexec ended with code {done.returncode}: {words[-1][-200:] if words else 'it said nothing'}"]
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, made)
+        os.replace(part, part.with_name(TENSORRT))
     except subprocess.TimeoutExpired:
         return [f"trtexec was ended after {order.trtexec_s:g} s, without an engine"]
     except OSError as error:

@@ -4,8 +4,13 @@
     <home>/models/<first 16 of its sha256>/shared.safetensors   what was sent, if model.onnx is put together here
     <home>/models/current, previous                       links to such folders; "none" where nothing was before
 
+    <home>/models/<first 16 of its sha256>/model.engine   TensorRT's engine of it, where trtexec is installed
+    <home>/check/                                         private folders of the check's process
+
 Where boards have parts of a network each for themselves (`fedquilt.personal`), what is sent is one thing and the
 model another: the check begins by making model.onnx of the blob and of what this board has kept of the run.
+
+The check's process writes only its private folders. Once it has ended, what it made is copied from there.
 
 A link is exchanged by the rename of one that was made beside it, so whoever follows `current` finds the one or the
 other. Folders with other names are somebody else's, and are left alone.
@@ -31,16 +36,18 @@ from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.edge_agent.releases.hook import Hook
 from fedquilt.edge_agent.releases.judging import judged, worse
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
-from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder, Parted
+from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
 from fedquilt.edge_agent.served import Runner, Served
 from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task import confine
 from fedquilt.edge_agent.task.protocol import Outcome, Progressed
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.wire import Release
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
+CHECK: Final = "check"  # folder in the agent's home
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
 METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
@@ -98,6 +105,7 @@ class Models(Kind):
         self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
+        self._out = Path(settings.home).absolute() / CHECK / confine.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[Release, float] | None = None  # the release under check, and the check's time limit
@@ -219,9 +227,13 @@ class Models(Kind):
         assert release.blob is not None
         before = self._disk.target(self.folder / CURRENT)
         self._outcome = self._ledger = self._answers_j = None
+        with doing(f"empty {self._out}"):
+            self._disk.clear(self._out)
         model = self.folder / release.blob.sha256[:16] / MODEL
+        parted = self._parted(model.parent)
         order = CheckOrder(
-            model=str(model),
+            model=str(model if parted is None else self._out / MODEL),
+            out=str(self._out),
             before=None if before is None or not self._model(before) else str(self.folder / before / MODEL),
             budget_bytes=self._budget_bytes(),
             data=self._settings.data,
@@ -229,20 +241,19 @@ class Models(Kind):
             timed_s=METERED_S if _metered(self._board, now_s) else TIMED_S,
             trtexec=_trtexec() if self._settings.models.tensorrt_s else None,
             trtexec_s=self._settings.models.tensorrt_s,
-            parted=self._parted(model),
+            parted=parted,
         )
         self._worker.start(order, now_s)
 
-    def _parted(self, model: Path) -> Parted | None:
+    def _parted(self, folder: Path) -> Parted | None:
         """Files that a model is put together of; None: the model was sent whole."""
-        shared = model.with_name(SHARED)
+        shared = folder / SHARED
         with doing(f"read {shared}"):
             task = personal.task(shared, self._disk) if self._disk.is_file(shared) else None
         if task is None:
             return None
-        self._forget(model.parent.name)
-        kept, mode = self._kept(task.job), 0o640 if self._shared else 0o600
-        return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost, mode)
+        kept = self._kept(task.job)
+        return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
     def checked(self) -> Verdict | None:
         """See `Kind`."""
@@ -262,12 +273,38 @@ class Models(Kind):
                     self._killed += 1
                     self._start(release, now_s)
                 case Outcome():
-                    self._end_check()
-                    return judged(release.limits, event, self._answers_j)
+                    self._end_check()  # also of processes that it has started: nobody writes its folders any more
+                    verdict = judged(release.limits, event, self._answers_j)
+                    return verdict if verdict.refused else self._take_made(release, verdict)
         if now_s > end_s:
             self._end_check()
             return Verdict("its check did not come to an end: it was ended", {})
         return None
+
+    def _take_made(self, release: Release, verdict: Verdict) -> Verdict:
+        """Copy what the check has made beside what was sent; the verdict, or a refusal of what is no model."""
+        assert release.blob is not None
+        folder, disk = self.folder / release.blob.sha256[:16], self._disk
+        made = [MODEL] if disk.is_file(folder / SHARED) else []
+        if disk.is_file(self._out / TENSORRT):
+            made.append(TENSORRT)
+        try:
+            for name in made:
+                part = folder / f"{name}.part"
+                with doing(f"copy {self._out / name} into {folder}", "free some space"):
+                    disk.remove(part)
+                    disk.copy_untrusted(self._out / name, part, self._budget_bytes())  # it had to fit into memory
+                    if self._shared:
+                        disk.permit(part, 0o640)
+                    disk.sync(part)
+                    if name == MODEL:
+                        self._examine(part)
+                    disk.replace(part, folder / name)
+                    disk.sync(folder)
+        except (ModelError, StoreError) as error:
+            return Verdict(f"what the check has made cannot be used: {error}", {})
+        self._forget(folder.name)
+        return verdict
 
     def _end_check(self) -> None:
         self._check = None

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 TIMED: Final = 0.5  # progress at which the timed answers begin
+TENSORRT: Final = "model.engine"  # file in `CheckOrder.out`
 DONE: Final = 0.75  # progress at which the timed answers have ended; `Outcome.examples` is their number
 
 
@@ -18,13 +19,13 @@ class Parted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     private: str | None = None  # file of the private state of the run; None: none, or none of use
     private_sha256: str = ""  # of the file `private`
     lost: str = ""  # reason why the private state that rounds have left is of no use
-    mode: int = 0o600  # permissions of the network's file
 
 
 class CheckOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Order to check one model."""
 
-    model: str  # file
+    model: str  # file; one that is made of parts is in `out`
+    out: str  # folder for what the check makes: the model of parts, and a TensorRT engine
     before: str | None  # file of the model in use; None: there is none
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec; {}: this device has none

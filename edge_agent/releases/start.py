@@ -1,8 +1,8 @@
-"""Start of a model's check in a process that is confined like a task's, and may write less.
+"""Start of a model's check, confined as a task's process is.
 
-    python -m fedquilt.edge_agent.releases.start MODELS PARENT
+    python -m fedquilt.edge_agent.releases.start PRIVATE PARENT
 
-The process gives up what it can before any library is imported, then is `fedquilt.edge_agent.releases.check`.
+The process is confined before any library is imported, then becomes `fedquilt.edge_agent.releases.check`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from fedquilt.edge_agent.task import confine
 
 
-def command(models: Path) -> tuple[str, ...]:
-    """The command of this process, which may write below the folder of models alone."""
-    return (sys.executable, "-m", "fedquilt.edge_agent.releases.start", str(models))
+def command(private: Path) -> tuple[str, ...]:
+    """Return the command of a check's process that may write its private folders alone, all of them in `private`."""
+    return (sys.executable, "-m", "fedquilt.edge_agent.releases.start", str(private))
 
 
 if __name__ == "__main__":
-    confine.confine(confine.folders(Path(sys.argv[1])))
+    confine.enter(Path(sys.argv[1]))
     from fedquilt.edge_agent.releases import check
 
     check.main()

@@ -1,10 +1,11 @@
-"""What a task's process gives up before it begins, where the kernel can: the network, and writing outside its folders.
+"""Confinement of a task's process, as far as the kernel has seccomp and Landlock.
 
-A task runs what others made: a graph, a network, data. Should one of them take over the process, it can then send
-nothing to anybody but through its answer, read no other process's memory, and change nothing but the agent's folder.
-Nothing of it is a requirement: where the kernel has no seccomp or no Landlock, the task runs without.
+A task runs what others made: a graph, a network, data. If one of them takes over the process, the process can still
+send nothing except its answer, reach no other process's memory, leave its process group, or write any file outside its
+private folders. The agent therefore trusts no file in these folders: it copies a result before it checks it.
+Where the kernel has neither, the task runs unconfined (docs/security.md lists what then holds).
 
-Both hold for the thread that asks for them and for what it starts later: so before any library starts threads.
+Both apply to the calling thread and to what it starts later. So `enter` comes before any library starts threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
+OUT, CACHE, TEMPORARY, LIBRARIES = "out", "cache", "tmp", "libraries"  # private folders of a task's process
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
 VERSION_FLAG, PATH_BENEATH = 1, 1
 LEAST_LANDLOCK: Final = 2  # the first that lets files be renamed from one permitted folder to another
@@ -37,18 +39,33 @@ class Calls(NamedTuple):
 
     architecture: int
     socket: int
-    refused: Sequence[int]  # ptrace, process_vm_readv, process_vm_writev, io_uring_setup, pidfd_getfd
+    refused: Sequence[int]  # ptrace, process_vm_readv/writev, io_uring_setup, pidfd_getfd, setsid, setpgid
 
 
 CALLS: Final = {
-    "x86_64": Calls(0xC000003E, 41, (101, 310, 311, 425, 438)),
-    "aarch64": Calls(0xC00000B7, 198, (117, 270, 271, 425, 438)),
+    "x86_64": Calls(0xC000003E, 41, (101, 310, 311, 425, 438, 112, 109)),
+    "aarch64": Calls(0xC00000B7, 198, (117, 270, 271, 425, 438, 157, 154)),
 }
 
 
-def command(home: Path) -> tuple[str, ...]:
-    """The command of a task's process that may write below `home` alone."""
-    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", str(home))
+def command(private: Path) -> tuple[str, ...]:
+    """Return the command of a task's process that may write its private folders alone, all of them in `private`."""
+    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", str(private))
+
+
+def protect_memory() -> None:
+    """Forbid processes of the same user to trace this process, write its memory, or change its entries in /proc."""
+    _prctl(PR_SET_DUMPABLE, 0)
+
+
+def enter(private: Path) -> None:
+    """Confine this process to its private folders, which are made if missing, and point libraries to them."""
+    for name in (OUT, CACHE, TEMPORARY, LIBRARIES):
+        (private / name).mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = str(private / TEMPORARY)
+    os.environ["XDG_CACHE_HOME"] = str(private / LIBRARIES)
+    os.environ["CUDA_CACHE_PATH"] = str(private / LIBRARIES / "nv")
+    confine(folders(private))
 
 
 def confine(writable: Iterable[Path]) -> tuple[str, ...]:
@@ -69,11 +86,12 @@ def possible() -> tuple[str, ...]:
     return tuple(name for name, there in (("files", files), ("network", network)) if there)
 
 
-def folders(home: Path) -> list[Path]:
-    """Where a task writes: the agent's folder, temporary files, devices (a GPU's), and its own entries in /proc."""
-    import tempfile  # of no use to the agent, which imports this module as well
+def folders(private: Path) -> list[Path]:
+    """Return the folders that a task's process may write: its private ones, devices, and its own entries in /proc.
 
-    return [home, Path(tempfile.gettempdir()), Path("/dev"), Path("/proc"), Path.home() / ".nv"]
+    `private` itself is not among them, so that a task cannot put a link in the place of one of the folders.
+    """
+    return [*(private / name for name in (OUT, CACHE, TEMPORARY, LIBRARIES)), Path("/dev"), Path("/proc")]
 
 
 def _files(writable: Iterable[Path]) -> bool:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Final
 
 import msgspec
@@ -19,6 +19,7 @@ from fedquilt.core import UNDECODABLE
 from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Event, Outcome
+from fedquilt.heap import PROC
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -57,6 +58,7 @@ class Child:
             stderr=subprocess.PIPE,
             bufsize=0,
             env={**threads.QUIET, **os.environ},
+            start_new_session=True,  # with a process group, which a confined process cannot leave
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None
@@ -148,8 +150,14 @@ class Child:
         reason = f"{how}: ask for less, or lower budget to what the board can give"
         return Outcome(code="memory", reason=reason[:1000], peak_bytes=self._held, overrun=True)
 
+    def has_company(self) -> bool:
+        """Return whether other processes are in this process's group: what a task has started and not ended."""
+        return any(pid != self.pid for pid in _group(self.pid))
+
     def kill(self) -> None:
-        """Kill it and close its pipes."""
+        """Kill its process group and close its pipes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # also where the first process has ended
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         for pipe in (self._orders, self._answers, self._errors):
@@ -182,6 +190,16 @@ def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
             return None, b"".join(parts)
         parts.append(part)
     return pipe, b"".join(parts)
+
+
+def _group(leader: int) -> Iterator[int]:
+    """Ids of the processes of a process group that have not ended."""
+    for name in os.listdir(PROC):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+                status = (PROC / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(status[2]) == leader and status[0] not in "ZX":
+                    yield int(name)
 
 
 def die_with(parent: int) -> None:

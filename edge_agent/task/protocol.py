@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from fedquilt.core import BlobRef, Task, Usage
+from fedquilt.core import BlobRef, Digest, Task, Usage
 
 
 class Asked(Protocol):
@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     weight: float = 0.0
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
-    blobs: dict[str, bytes] = {}  # by sha256: bundles that are in no file
+    blobs: dict[Digest, bytes] = {}  # by sha256: bundles that are in no file
     private: BlobRef | None = None  # the private state that the task left; None: it left none
     note: str = ""  # that private state was lost, and has begun anew
     layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout`

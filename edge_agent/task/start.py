@@ -1,6 +1,6 @@
-"""The task's process, confined: `python -m fedquilt.edge_agent.task.start HOME PARENT`.
+"""Start of a confined task's process: `python -m fedquilt.edge_agent.task.start PRIVATE PARENT`.
 
-It gives up what it can before any library is imported, then is `fedquilt.edge_agent.task.main`.
+The process is confined before any library is imported, then becomes `fedquilt.edge_agent.task.main`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from fedquilt.edge_agent.task import confine
 
 if __name__ == "__main__":
-    confine.confine(confine.folders(Path(sys.argv[1])))
+    confine.enter(Path(sys.argv[1]))
     from fedquilt.edge_agent.task import main
 
     main.main()

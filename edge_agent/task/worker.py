@@ -9,16 +9,19 @@ to protect the board.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from fedquilt.core import Cost, Device, Work
+from fedquilt.disk import REAL
 from fedquilt.edge_agent import exhausted
-from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.protocol import Asked, Event, Loaded, Order, Outcome, Progressed
 
@@ -168,10 +171,17 @@ class ChildWorker:
         warm_s: time for which an idle child waits for the next order.
         command: program that takes the orders.
         cage: holds the child to its budget through the kernel, if it can.
+        private: folder of the child's private folders, of which the temporary one is emptied when the child ends.
     """
 
-    def __init__(self, warm_s: float, command: Sequence[str] = COMMAND, cage: budget.Cage | None = None) -> None:
-        self._warm_s, self._command = warm_s, command
+    def __init__(
+        self,
+        warm_s: float,
+        command: Sequence[str] = COMMAND,
+        cage: budget.Cage | None = None,
+        private: Path | None = None,
+    ) -> None:
+        self._warm_s, self._command, self._private = warm_s, command, private
         self._cage = cage or budget.Cage()
         self._child: Child | None = None
         self._order: Asked | None = None
@@ -190,6 +200,7 @@ class ChildWorker:
         try:
             if self._child is None:
                 self._cage.divide()
+                self._empty_temporary()  # of a child that an agent which was killed has left
                 self._child = Child(self._command, order.engine, count_own=self._cage.kills)
                 self._cage.limit(self._child.pid, order.budget_bytes)
             self._child.send(msgspec.json.encode(order) + b"\n")
@@ -210,10 +221,13 @@ class ChildWorker:
         for event in self._child.receive():
             if self._order is None:
                 continue  # it has answered already
+            if isinstance(event, Outcome):
+                event = _bounded(event, self._order.budget_bytes)
             events.append(event)
             if isinstance(event, Outcome):
                 self._order, self._idle_s = None, now_s
-                spoilt = event.code == "failed" and exhausted.tells_of_gpu(event.reason)  # for every later order too
+                broken_gpu = event.code == "failed" and exhausted.tells_of_gpu(event.reason)
+                spoilt = broken_gpu or self._child.has_company()  # for every later order too
         if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
             self._end()
             self._order = None
@@ -266,3 +280,21 @@ class ChildWorker:
         if self._child is not None:
             self._child.kill()
             self._child = None
+            with contextlib.suppress(OSError):  # it is emptied again before the next child starts
+                self._empty_temporary()
+
+    def _empty_temporary(self) -> None:
+        if self._private is not None:
+            REAL.clear(self._private / confine.TEMPORARY)
+
+
+def _bounded(outcome: Outcome, budget_bytes: int) -> Outcome:
+    """Return the outcome, or a failure if it names files that are larger than the memory that they were made in."""
+    files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
+    if (size := sum(each.size for each in files)) <= budget_bytes:
+        return outcome
+    most = budget.megabytes(budget_bytes)
+    reason = (
+        f"the task's result has {budget.megabytes(size)}, more than its memory budget of {most}: send a smaller one"
+    )
+    return Outcome(code="failed", reason=reason)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Final
 
@@ -124,14 +124,14 @@ def odd(path: Path, why: object) -> ModelError:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Bundle]:
-    """Open a bundle.
+def opened(path: Path, copy: IO[bytes] | None = None) -> Iterator[Bundle]:
+    """Open a bundle, or a `copy` of it that nobody else can change.
 
     Raises:
         ModelError: it is none, or of another format.
         StoreError: it cannot be read.
     """
-    with doing(f"read {path}"), path.open("rb") as file:
+    with doing(f"read {path}"), path.open("rb") if copy is None else nullcontext(copy) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_Plain) as archive:
                 yield Bundle(archive, path)

@@ -10,20 +10,24 @@ is not.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
 from fedquilt import environment
 from fedquilt.core import FedquiltError, JobError, ModelError, StoreError
 from fedquilt.disk import REAL, Disk, doing
+from fedquilt.edge_agent.task.confine import protect_memory
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.edge_agent.upgrade import archive, launch
 from fedquilt.edge_agent.upgrade.archive import Bundle, Manifest
@@ -165,7 +169,7 @@ def build(order: Order, disk: Disk = REAL) -> Path:
     """
     folder = Path(order.folder)
     home, new = folder / order.sha256, folder / f"{order.sha256}.new"
-    with archive.opened(Path(order.bundle)) as bundle:
+    with _private_copy(order, disk) as copy, archive.opened(Path(order.bundle), copy) as bundle:
         fits(bundle.manifest)
         trusted(bundle, order.ca, order.unsigned)
         if not order.unsigned:
@@ -176,7 +180,6 @@ def build(order: Order, disk: Disk = REAL) -> Path:
             return home
         with doing(f"make {new}", "free some space on the board"):
             try:
-                disk.make(folder)
                 disk.remove(new)
                 _room(folder, bundle.manifest.unpacked_bytes, disk)
                 _unpack(bundle, new, home, places)
@@ -190,6 +193,29 @@ def build(order: Order, disk: Disk = REAL) -> Path:
                 shutil.rmtree(new, ignore_errors=True)
                 raise ModelError(f"the bundle cannot be unpacked: {error}") from None
     return home
+
+
+@contextmanager
+def _private_copy(order: Order, disk: Disk) -> Iterator[IO[bytes]]:
+    """Copy the bundle into a file without a name: what is checked is then what is unpacked.
+
+    Raises:
+        ModelError: If the bytes are not those of the blob that was asked for.
+        StoreError: If they cannot be read or written.
+    """
+    with doing(f"copy {order.bundle}", "free some space on the board"):
+        disk.make(Path(order.folder))
+        file = tempfile.TemporaryFile(dir=order.folder)  # noqa: SIM115 - closed below
+    with file:
+        digest = hashlib.sha256()
+        with doing(f"copy {order.bundle}", "free some space on the board"):
+            for piece in disk.pieces(order.bundle):
+                digest.update(piece)
+                file.write(piece)
+        if digest.hexdigest() != order.sha256:
+            raise ModelError(f"{order.bundle} is damaged: its sha256 is {digest.hexdigest()}: send the release again")
+        file.seek(0)
+        yield file
 
 
 def _room(folder: Path, needed: int, disk: Disk) -> None:
@@ -216,6 +242,7 @@ def _unpack(bundle: Bundle, new: Path, home: Path, places: Iterable[str]) -> Non
 def main() -> None:
     """Build what stdin asks for, and become the new version's own check."""
     try:
+        protect_memory()
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
         if order.parent:
             die_with(order.parent)

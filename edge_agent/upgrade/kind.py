@@ -182,12 +182,6 @@ class AgentKind(Kind):
         started = self._launcher()
         if blob is None or release.blob is None:
             raise ModelError("a release of the agent needs a bundle of wheels")
-        home = Path(self._settings.home).resolve()
-        if home == self._folder().resolve() or home in self._folder().resolve().parents:
-            raise ModelError(
-                f"versions of the agent would be in {self._folder()}, where its tasks may write: give its launcher "
-                "another folder"
-            )
         with archive.opened(blob) as bundle:
             build.fits(bundle.manifest)
         choice = self._choice()

@@ -229,6 +229,20 @@ class Depot:
         assert self._pack is not None
         self._pack.release(place, ref.size)
 
+    def put_untrusted(self, path: Place, expected: BlobRef) -> None:
+        """Store a copy of a file that another process may still change.
+
+        Raises:
+            DamagedBlobError: its content is not `expected`.
+            StoreError: it is a link, a pipe or another special file.
+        """
+        if self.has(expected):
+            return
+        with self._doing(f"store {path}"), self._temporary() as temporary:
+            digest = self.disk.copy_untrusted(path, temporary, expected.size)
+            self._require(path, self._synced(temporary, digest), expected)
+            self._place(temporary, expected.sha256)
+
     def put_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file: linked if the file system can, else copied.
 
@@ -249,8 +263,7 @@ class Depot:
             except OSError:  # another file system, or one without links
                 self.disk.copy(path, temporary)
             ref = self._synced(temporary)
-            if expected not in (None, ref):
-                raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
+            self._require(path, ref, expected)
             if not self.has(ref):
                 self._place(temporary, ref.sha256)
         return ref
@@ -377,6 +390,11 @@ class Depot:
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return BlobRef(sha256=digest or self.disk.digest(path), size=found.size)
+
+    @staticmethod
+    def _require(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
+        if expected not in (None, ref):
+            raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
 
     def _store(self, payload: bytes, sha256: str) -> None:
         with self._temporary() as path:

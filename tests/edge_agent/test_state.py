@@ -22,8 +22,8 @@ KEY = ("j-1", 3)
 
 
 def worked(local: Local, private: float | None = None, round: int = 3, job: str = "j-1") -> Update:
-    """What the task's process leaves in scratch, and its manifest."""
-    out = local.scratch()
+    """What the task's process leaves in its output folder, and its manifest."""
+    out = local.empty_output()
     ref = write_tensors(out / "bundle", {"w": np.full(4, round, np.float32)})
     os.replace(out / "bundle", out / ref.sha256)
     if private is not None:
@@ -35,7 +35,7 @@ def worked(local: Local, private: float | None = None, round: int = 3, job: str 
 
 def commit(local: Local, update: Update) -> bool:
     """Keep what the task's process has left, with the hash that it says of its private state."""
-    left = local.home / "scratch" / PRIVATE
+    left = local.home / "task/out" / PRIVATE
     payload = left.read_bytes() if left.exists() else None
     ref = None if payload is None else BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     return local.commit(update, private=ref)
@@ -64,7 +64,7 @@ def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_
     local.settle(("j-1", 2), True, {"j-1": Counted(2)})
     update = worked(local, private=2.0)
     for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
-        local.depot.put_file(tmp_path / "scratch" / name.sha256, name)
+        local.depot.put_file(tmp_path / "task/out" / name.sha256, name)
     again = Local(tmp_path)
     assert again.recover() == ({}, {"j-1": Counted(2)})
     assert state_of(again, counted=2) == 1.0
@@ -337,11 +337,11 @@ def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatc
     (Local(tmp_path).cache("a") / "kept").write_bytes(b"x")
     assert (Local(tmp_path).cache("a") / "kept").exists()
     assert not list(Local(tmp_path).cache("b").iterdir())
-    assert [path.name for path in tmp_path.glob("cache/*/*")] == ["b"]
+    assert [path.name.partition("@")[0] for path in tmp_path.glob("task/cache/*")] == ["b"]
     (Local(tmp_path).cache("b") / "kept").write_bytes(b"x")
     monkeypatch.setattr("fedquilt.edge_agent.state._boot", lambda: "another")
     assert not list(Local(tmp_path).cache("b").iterdir())
-    assert [path.name for path in tmp_path.glob("cache/*")] == ["another"]
+    assert [path.name for path in tmp_path.glob("task/cache/*")] == ["b@another"]
 
 
 POINT = OperatingPoint(name="MAXN", gpu_hz=1.3e9, flops_per_s=10.0, busy_w=9.0)

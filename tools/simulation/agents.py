@@ -309,7 +309,7 @@ def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
 def _tidy(plan: Plan, run: str) -> None:
     """Delete the blobs of a run that is over; boards keep their logs and private state."""
     for table in plan.agents(run):
-        for name in ("blobs", "cache", "outbox", "scratch"):
+        for name in ("blobs", "task", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(plan.folder(run, ".shared"), ignore_errors=True)

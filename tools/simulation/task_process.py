@@ -16,7 +16,7 @@ from fedquilt import tensors, wire
 from fedquilt.blobs.chunks import reference
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
-from fedquilt.edge_agent.task import budget, outputs, protocol
+from fedquilt.edge_agent.task import budget, confine, outputs, protocol
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.worker import COMMAND
 
@@ -31,7 +31,7 @@ class TaskProcess:
     Args:
         data: the device's [data] table.
         find: finds a bundle's file on disk.
-        folder: scratch.
+        folder: of the process's private folders.
         command: of the process.
         plugins: packages that its tasks may use; None: all that are installed.
         most_s: longest that a task may take.
@@ -75,8 +75,8 @@ class TaskProcess:
         Raises:
             ModelError: it did not go well; says why.
         """
-        out = self._folder / str(number)
-        out.mkdir()
+        out = self._folder / confine.OUT / str(number)
+        out.mkdir(parents=True)
 
         def blob(value: Tensors | BlobRef) -> BlobRef:
             if isinstance(value, BlobRef):
@@ -109,7 +109,7 @@ class TaskProcess:
             data={},
             bundles=files,
             private=self._private,
-            cache=str(self._folder / "cache"),
+            cache=str(self._folder / confine.CACHE),
             out=str(out),
             plugins=self._plugins,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,7 +64,8 @@ class Place:
 
     def checked(self, parted: Parted, **changes: Any) -> Outcome:
         given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
-        return check.carry_out(CheckOrder(model=str(self.model), before=None, parted=parted, **given))
+        order = CheckOrder(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
+        return check.carry_out(order)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def accuracy(model: dict[str, np.ndarray]) -> float:
 
 
 def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(place: Place) -> None:
-    """The first layer is the shared one, the head the board's; the file is its own user's."""
+    """The first layer is the shared one, the head the board's."""
     draws = np.random.default_rng(1)
     head = {name: draws.normal(size=array.shape).astype(np.float32) for name, array in HEAD.items()}
     found = place.checked(place.keep(head))
@@ -89,17 +89,15 @@ def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(pl
     whole = b"".join(onnx_fill.filled(personal.read(place.shared).graph.data, {**FIRST, **head}))
     assert place.model.read_bytes() == whole
     assert found.metrics["accuracy"] == pytest.approx(accuracy({**FIRST, **head}))
-    assert stat.S_IMODE(place.model.stat().st_mode) == 0o600
     graph_check.of_file(place.model)
 
 
 def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Place) -> None:
-    """The job's first head; readable for a group where the models are."""
-    found = place.checked(Parted(str(place.shared), "d", mode=0o640))
+    """The job's first head."""
+    found = place.checked(Parted(str(place.shared), "d"))
     assert found.code == "ok"
     assert found.note == f"nothing of {JOB} is kept here: the network is that of a newcomer to it"
     assert place.model.read_bytes() == b"".join(onnx_fill.filled(personal.read(place.shared).graph.data, FIRST))
-    assert stat.S_IMODE(place.model.stat().st_mode) == 0o640
 
 
 def test_without_data_it_is_put_together_as_well(place: Place) -> None:
@@ -192,6 +190,10 @@ class Agent:
         assert self.wanted.blob is not None
         return self.models.folder / self.wanted.blob.sha256[:16]
 
+    @property
+    def out(self) -> Path:
+        return self.root / "d/check/out"
+
 
 def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent: bytes) -> None:
     """Before it, there is no model that could be exchanged; what was sent lies beside where it will be."""
@@ -200,8 +202,8 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
     agent.models.begin_check(agent.wanted)
     (order,) = agent.checks.orders
     shared = agent.place / "shared.safetensors"
-    assert order.parted == Parted(str(shared), "d", str(tmp_path / "private"), "5" * 64, "", 0o640)
-    assert order.model == str(agent.place / "model.onnx")
+    assert order.parted == Parted(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
+    assert (order.model, order.out) == (str(agent.out / "model.onnx"), str(agent.out))
     assert agent.asked == [JOB]
     assert shared.read_bytes() == sent
     assert not (agent.place / "model.onnx").exists()

@@ -33,7 +33,7 @@ def laid(tmp_path: Path) -> Laid:
 
 def order(model: str, before: str | None = None, **changes: object) -> CheckOrder:
     given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
-    return CheckOrder(model=model, before=before, **given)
+    return CheckOrder(model=model, out=str(Path(model).parent), before=before, **given)
 
 
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from waiting import until
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.releases import start
 from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.releases.models import CHECK, Models
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task import confine
 from fedquilt.edge_agent.task.worker import ChildWorker
@@ -34,15 +35,19 @@ class Place:
         models = ModelSettings(folder=str(folder / "srv"))
         values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
         self.settings = AgentSettings(device="d", home=str(home), **values)
-        self.worker = ChildWorker(0.0, start.command(folder / "srv"))
+        self.worker = ChildWorker(0.0, start.command(home / CHECK), private=home / CHECK)
         self.models = Models(self.settings, Board(), self.worker)
         self.blob = folder / "blob"
 
-    def begin(self) -> Release:
+    def stage(self) -> Release:
         payload = network()
         self.blob.write_bytes(payload)
         wanted = release(1, BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload)))
         self.models.stage(wanted, self.blob)
+        return wanted
+
+    def begin(self) -> Release:
+        wanted = self.stage()
         self.models.begin_check(wanted)
         return wanted
 
@@ -59,7 +64,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def pids(place: Place) -> list[int]:
     """The children of this process that check for this place."""
-    mark = str(place.models.folder).encode()
+    mark = str(Path(place.settings.home) / CHECK).encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -115,21 +120,53 @@ def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
 def test_an_engine_is_built_by_trtexec_where_it_is_installed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine is in the models' folder, which the confined process may write; connections are refused to it."""
-    program = tmp_path / "bin/trtexec"
-    program.parent.mkdir()
-    program.write_text(
-        f"#!{sys.executable}\nimport socket, sys\n"
-        "out = [word.partition('=')[2] for word in sys.argv if word.startswith('--saveEngine=')][0]\n"
+    """It is copied to the model, for the same group to read; connections are refused to the confined process."""
+    install_trtexec(
+        tmp_path,
+        monkeypatch,
         "try:\n    socket.socket(socket.AF_INET)\n    said = 'connected'\n"
         "except OSError:\n    said = 'refused'\n"
-        "open(out, 'w').write(said)\n"
+        "open(out, 'w').write(said)\n",
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     wanted = place.begin()
     verdict = place.verdict()
     assert (verdict.refused, verdict.note) == ("", "")
     assert wanted.blob is not None
     built = place.models.folder / wanted.blob.sha256[:16] / "model.engine"
     assert built.read_text() == ("refused" if "network" in confine.possible() else "connected")
+    assert stat.S_IMODE(built.stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif("files" not in confine.possible(), reason="this kernel has no Landlock")
+def test_the_process_of_a_check_cannot_change_the_model_that_it_checks(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the model in use, nor put a link in the place of a file that the agent reads."""
+    wanted = place.stage()
+    assert wanted.blob is not None
+    model = place.models.folder / wanted.blob.sha256[:16] / "model.onnx"
+    before = model.read_bytes()
+    names = [str(model), str(model.parent / "release.json"), str(place.models.folder / "current")]
+    install_trtexec(
+        tmp_path,
+        monkeypatch,
+        f"failed = 0\nfor name in {names!r}:\n    try:\n        open(name, 'w')\n"
+        "    except OSError:\n        failed += 1\nopen(out, 'w').write(str(failed))\n",
+    )
+    place.models.begin_check(wanted)
+    assert place.verdict().refused == ""
+    assert (model.read_bytes(), model.with_name("model.engine").read_text()) == (before, "3")
+    install_trtexec(tmp_path, monkeypatch, "os.symlink('/etc/passwd', out)\n")
+    place.models.begin_check(wanted)
+    assert "cannot be used: cannot copy" in place.verdict().refused
+    assert model.with_name("model.engine").read_text() == "3"
+
+
+def install_trtexec(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Put a program of this name on PATH; in its body `out` is where the engine is to be."""
+    program = folder / "bin/trtexec"
+    program.parent.mkdir(exist_ok=True)
+    find = "out = [word.partition('=')[2] for word in sys.argv if word.startswith('--saveEngine=')][0]\n"
+    program.write_text(f"#!{sys.executable}\nimport os, socket, sys\n{find}{body}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")

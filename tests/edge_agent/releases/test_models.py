@@ -299,3 +299,10 @@ def test_a_model_that_is_gone_is_ill(place: Place) -> None:
     wanted = place.put(1)
     (place.folder / short(wanted) / "model.onnx").unlink()
     assert place.models.ill().startswith("its file is gone from")
+
+
+def test_a_pipe_in_the_place_of_the_runners_file_keeps_nobody_waiting(place: Place) -> None:
+    """The runner is another user, who can put one there."""
+    place.put(1)
+    os.mkfifo(place.folder / "served.json")
+    assert place.models.runner.look() is None

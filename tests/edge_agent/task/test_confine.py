@@ -96,21 +96,18 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
     """In the process that the agent starts, by the command that it uses; without it the task does as it likes."""
     (place.folder / "nosy.py").write_text(HEAD + NOSY + FOOT)
     monkeypatch.setenv("PYTHONPATH", str(place.folder))
-    elsewhere = Path.cwd() / f"{place.folder.name}.outside"  # temporary folders are a task's to write in
+    elsewhere = place.folder / "outside"  # beside the private folders, and below the folder for temporary files
     done = {}
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            for name, command in {"as it is": confine.command(place.folder), "unconfined": COMMAND}.items():
-                elsewhere.write_text("as it was")
-                order = replace(place.order("nosy:METHOD"), plugins=("nosy:METHOD",))
-                told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.out}/own"}
-                order.task.params.update(told)
-                with child(command) as worker:
-                    outcome = carried_out(worker, order)
-                assert outcome.code == "ok", outcome.reason
-                done[name] = set(outcome.metrics), elsewhere.read_text()
-    finally:
-        elsewhere.unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name, command in {"as it is": confine.command(place.folder), "unconfined": COMMAND}.items():
+            elsewhere.write_text("as it was")
+            order = replace(place.order("nosy:METHOD"), plugins=("nosy:METHOD",))
+            told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.out}/own"}
+            order.task.params.update(told)
+            with child(command) as worker:
+                outcome = carried_out(worker, order)
+            assert outcome.code == "ok", outcome.reason
+            done[name] = set(outcome.metrics), elsewhere.read_text()
     given_up = set(confine.possible())
     assert done["as it is"] == (
         {"network", "files", "nothing"} - given_up,

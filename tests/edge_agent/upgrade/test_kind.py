@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 import upgrades
 from boards import wheel
+from msgspec.structs import replace
 from upgrade_boards import FLASHED, Board
 from waiting import alive, until
 
@@ -210,14 +212,6 @@ def test_with_a_launcher_the_profile_says_nothing_of_upgrades(tmp_path: Path) ->
     assert UPGRADES not in messages.profile("d", board, Means(1 << 20, (), ()), kind.unable()).versions
 
 
-def test_versions_where_tasks_may_write_are_refused(tmp_path: Path, bundle: Callable[..., Path]) -> None:
-    """A task that was taken over could put its own program there."""
-    board = Board(tmp_path)
-    board.versions = tmp_path / "home" / "versions"
-    board.start()
-    assert "where its tasks may write" in board.verdict(bundle()).refused
-
-
 # -- disks and kills ------------------------------------------------------------------------------
 
 
@@ -234,6 +228,35 @@ def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bu
 
     with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version takes 34 MB: make room"):
         build.build(order(board, bundle()), Full())
+    assert board.kept == []
+
+
+class Meddled(Disk):
+    """A disk on which somebody overwrites a file in place, after the wheels in it have been checked."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def free_bytes(self, folder: object) -> int:
+        self.file.write_bytes(bytes(self.file.stat().st_size))
+        return 1 << 40
+
+
+def test_what_is_unpacked_is_what_was_checked(board: Board, bundle: Callable[..., Path]) -> None:
+    """Also where the bundle changes in between: wheels are unpacked from a copy that nobody else can open."""
+    file = bundle(f"SIGNED = 1  # {os.urandom(1 << 18).hex()}")  # more than a reader holds in its buffer
+    wanted = order(board, file)
+    made = build.build(wanted, Meddled(file))
+    assert file.read_bytes().strip(b"\0") == b""
+    assert "SIGNED = 1" in "".join(path.read_text() for path in made.rglob("fedquilt/cli.py"))
+    assert board.kept == [wanted.sha256]
+
+
+def test_a_bundle_that_is_not_the_one_asked_for_is_refused(board: Board, bundle: Callable[..., Path]) -> None:
+    """By its hash, also where nobody signs bundles."""
+    wanted, file = order(board, bundle("one")), bundle("another")
+    with pytest.raises(ModelError, match=r"bundle-2\.tar is damaged: its sha256 is .*: send the release again"):
+        build.build(replace(wanted, bundle=str(file)))
     assert board.kept == []
 
 

@@ -1,0 +1,277 @@
+"""A task that was taken over: what it leaves in its folders, what it writes elsewhere, which processes outlive it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from children import FOOT, HEAD, Place, carried_out, pid_of
+from msgspec.structs import replace
+from ordinary import User
+from waiting import alive, until
+
+from fedquilt.core import BlobRef, StoreError, Update, Usage
+from fedquilt.disk import REAL
+from fedquilt.edge_agent.state import Local
+from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task.outputs import PRIVATE
+from fedquilt.edge_agent.task.protocol import Event, Outcome
+from fedquilt.edge_agent.task.worker import ChildWorker
+
+HONEST, EVIL = b"an honest result", b"another result!!"
+REF = BlobRef(sha256=hashlib.sha256(HONEST).hexdigest(), size=len(HONEST))
+UPDATE = Update(job="j", round=1, attempt=0, device="d", weight=1.0, bundles={"model": REF}, metrics={}, usage=Usage())
+
+needs_landlock = pytest.mark.skipif("files" not in confine.possible(), reason="this kernel has no Landlock")
+needs_seccomp = pytest.mark.skipif("network" not in confine.possible(), reason="this kernel has no seccomp")
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Local:
+    return Local(tmp_path / "home")
+
+
+@pytest.mark.parametrize("how", ["an open file", "a second name"])
+def test_a_result_that_the_task_changes_after_it_was_stored_stays_as_it_was(local: Local, how: str) -> None:
+    """A process of the task that goes on has the file open, or a hard link to it."""
+    result = local.empty_output() / REF.sha256
+    result.write_bytes(HONEST)
+    (result.parent / PRIVATE).write_bytes(HONEST)
+    if how == "a second name":
+        for name in (REF.sha256, PRIVATE):
+            os.link(result.parent / name, local.task / name)
+        held = [os.open(local.task / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE)]
+    else:
+        held = [os.open(result.parent / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE)]
+    local.commit(UPDATE, private=REF)
+    for file in held:
+        os.pwrite(file, EVIL, 0)
+        os.close(file)
+    (kept,) = (local.home / "outbox/j@1").glob("*.private")
+    assert (local.home / "blobs" / REF.sha256).read_bytes() == kept.read_bytes() == HONEST
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(EVIL)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    (path.parent / "honest").write_bytes(HONEST)
+    path.symlink_to("honest")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("leave", [changed, pipe, link, sparse])
+@pytest.mark.parametrize("name", [REF.sha256, PRIVATE])
+def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
+    local: Local, leave: Callable[[Path], None], name: str
+) -> None:
+    """A pipe would keep the agent waiting, and a TiB of zeros would keep it hashing."""
+    out = local.empty_output()
+    for each in (REF.sha256, PRIVATE):
+        (out / each).write_bytes(HONEST)
+    (out / name).unlink()
+    leave(out / name)
+    with pytest.raises(StoreError):
+        local.commit(UPDATE, private=REF)
+    assert local.recover() == ({}, {})
+    assert not list((local.home / "blobs").glob("*.tmp"))
+
+
+def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local: Local) -> None:
+    """Neither is the answer read, nor would the agent write such a file with its own rights."""
+    answer = msgspec.json.encode(Outcome(blobs={"../../.local/evil.pth": EVIL}))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(answer, type=Event)
+    (local.empty_output() / REF.sha256).write_bytes(HONEST)
+    local.commit(UPDATE, {"../../evil": EVIL})
+    assert not list(local.home.parent.rglob("evil*"))
+
+
+def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: Place) -> None:
+    """By the sizes in the answer, before a byte of it is read."""
+    program = place.folder / "liar.py"
+    answer = Outcome(bundles={"model": replace(REF, size=1 << 45)})
+    program.write_text(f"input(); print({msgspec.json.encode(answer).decode()!r}, flush=True); input()")
+    worker = ChildWorker(60.0, ["python3", str(program)])
+    try:
+        outcome = carried_out(worker, place.order())
+    finally:
+        worker.close()
+    assert (outcome.code, outcome.bundles) == ("failed", {})
+    assert "35184372 MB, more than its memory budget of 1074 MB" in outcome.reason
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def test_links_that_a_task_leaves_are_removed_and_not_followed(local: Local, tmp_path: Path) -> None:
+    """Neither what they lead to nor its content goes: in the output, and where the next job's cache is to be."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("as it was")
+    out, cache = local.empty_output(), local.cache("a")
+    (out / "link").symlink_to(outside)
+    (out / "folder").mkdir()
+    (out / "folder/link").symlink_to(outside)
+    (out / "gone").symlink_to(tmp_path / "nowhere")
+    (cache.parent / cache.name.replace("a@", "b@")).symlink_to(outside)
+    assert list(local.empty_output().iterdir()) == []
+    assert not local.cache("b").is_symlink()
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name.replace("a@", "b@")]
+    assert (outside / "kept").read_text() == "as it was"
+
+
+def bury(folder: str) -> list[str]:
+    """Leave folders 3,000 deep, which no path reaches and no recursion leaves, and one that is shut. Then clear all."""
+    top = os.open(folder, os.O_RDONLY)
+    os.mkdir("deep", dir_fd=top)
+    file = os.open("deep", os.O_RDONLY, dir_fd=top)
+    for _ in range(3000):
+        os.mkdir("a" * 100, dir_fd=file)
+        file, above = os.open("a" * 100, os.O_RDONLY, dir_fd=file), file
+        os.close(above)
+    os.mkdir("shut", dir_fd=top)
+    os.mkdir("shut/within", dir_fd=top)
+    os.chmod("shut/within", 0, dir_fd=top)
+    os.chmod("shut", 0, dir_fd=top)
+    REAL.clear(folder)
+    return os.listdir(folder)
+
+
+def test_folders_that_are_nested_without_end_or_shut_are_removed(user: User) -> None:
+    """As an ordinary user, whom a mode of 0 keeps out."""
+    assert user.does(bury, str(user.own("out"))) == []
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+ESCAPES = """
+import os, subprocess, sys, tempfile
+def work(task, site):
+    done = []
+    def tried(name, what):
+        try:
+            what()
+            done.append(name)
+        except OSError:
+            pass
+    for place in task.params["places"]:
+        tried(place, lambda: open(place, "w").close())
+    tried("setsid", os.setsid)
+    tried("setpgid", lambda: os.setpgid(0, 0))
+    tried("a session of its own", lambda: subprocess.run(["true"], start_new_session=True))
+    tried(tempfile.gettempdir(), lambda: tempfile.mkstemp())
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    return Answer({"w": {"w": np.ones(1)}}, float(child.pid), {name: 1.0 for name in done})
+"""
+
+
+@needs_landlock
+@needs_seccomp
+def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not the agent's blobs, its models, the place of the user's Python packages, or another folder in /tmp.
+
+    The process that it has started is in its group, which it cannot leave: both end with the task, and so do its
+    temporary files.
+    """
+    (place.folder / "escapes.py").write_text(HEAD + ESCAPES + FOOT)
+    monkeypatch.setenv("PYTHONPATH", str(place.folder))
+    home = place.folder
+    places = ["blobs/x", "outbox/x", "private/x", "models/x", "scratch/x", "evil.pth", "task/x", "check/out/x"]
+    for each in places:
+        (home / each).parent.mkdir(parents=True, exist_ok=True)
+    elsewhere = [str(home / each) for each in places] + ["/tmp/fedquilt-escaped", str(tmp_path / "x")]
+    worker = ChildWorker(60.0, confine.command(home / "task"), private=home / "task")
+    try:
+        (home / "task/out").mkdir()
+        order = replace(place.order("escapes:METHOD"), plugins=("escapes:METHOD",), out=str(home / "task/out"))
+        order.task.params["places"] = elsewhere
+        outcome = carried_out(worker, order)
+        assert outcome.code == "ok", outcome.reason
+        until(lambda: not alive(int(outcome.weight)), "the end of what the task has started")
+        assert worker.resident_bytes == 0
+    finally:
+        worker.close()
+    temporary = home / "task" / confine.TEMPORARY
+    assert set(outcome.metrics) == {str(temporary)}
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_process_without_company_waits_for_the_next_task(place: Place) -> None:
+    worker = ChildWorker(60.0)
+    try:
+        assert carried_out(worker, place.order()).code == "ok"
+        first = pid_of(worker)
+        assert carried_out(worker, place.order()).code == "ok"
+        assert pid_of(worker) == first
+    finally:
+        worker.close()
+
+
+def test_what_a_task_has_started_ends_where_its_own_process_ended_before(place: Place) -> None:
+    """The first process is gone, and its child goes on in its group."""
+    program = "import os, subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); os._exit(3)"
+    worker = ChildWorker(60.0, ["python3", "-c", program])
+    try:
+        outcome = carried_out(worker, place.order())
+    finally:
+        worker.close()
+    assert outcome.code == "failed"
+    left = int(outcome.reason.rpartition(" ")[2])
+    until(lambda: not alive(left), "the end of what the task has started")
+
+
+# -- the agent's own process ----------------------------------------------------------------------
+
+AGENT = """
+import pathlib, sys, time
+from fedquilt.edge_agent.task import budget, confine
+if sys.argv[1] == "protected":
+    confine.protect_memory()
+assert budget.resident_bytes(__import__("os").getpid()) > 1 << 20
+pathlib.Path(sys.argv[2]).write_text("ready")
+time.sleep(600)
+"""
+
+
+def reached(pid: int) -> list[str]:
+    """Which files of another process of the same user can be opened for writing."""
+    found = []
+    for name in ("mem", "oom_score_adj", "clear_refs"):
+        try:
+            os.close(os.open(f"/proc/{pid}/{name}", os.O_WRONLY))
+            found.append(name)
+        except PermissionError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize(("how", "found"), [("protected", []), ("open", ["mem", "oom_score_adj", "clear_refs"])])
+def test_the_agents_memory_is_shut_to_other_processes_of_its_user(user: User, how: str, found: list[str]) -> None:
+    """Also where the kernel has no Landlock. Yama, where it is on, shuts the memory of an open process as well."""
+    ready = user.home / "ready"
+    process = user.start(sys.executable, "-c", AGENT, how, str(ready), log=user.home / "log")
+    until(ready.exists, "the agent's beginning")
+    seen = user.does(reached, process.pid)
+    process.send_signal(signal.SIGKILL)
+    assert seen == found or (how == "open" and seen == found[1:])
