@@ -100,10 +100,10 @@ def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_r
         return plain.fold(state, total, update)
 
     def work(task: Task, site: Site) -> Answer:
-        return Answer({"model": site.load("model")}, 1.0, {})
+        return Answer({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
 
     method = replace(plain, work=work, fold=fold)
-    links, cohort = {"links": ["10MB/s", "1kB/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
+    links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
     ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
     assert [fact.device for fact in facts(ended, Rejected)] == ["dev-0"]
     assert [fact.update.device for fact in facts(ended, Answered)] == ["dev-1"]
