@@ -85,7 +85,7 @@ class Depot:
         self._doing = partial(Explained, folder=folder)
         self._verified = Verified(disk)
         self._freeing = Freeing(disk)
-        self._kind = "tmp"
+        self._kind = "tmp"  # ending of the files that it is writing
         self._pins: dict[int, set[str]] = {}  # by work item: what it has stored or found
         self._item = threading.local()  # `pins`: those of the work item of this thread
         self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
