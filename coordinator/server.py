@@ -352,7 +352,7 @@ class Server:
 
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
         if serving.over:
-            self._desk.garbage.add(serving.in_use())
+            self._desk.garbage.add(serving.in_use() - serving.job.pinned())  # the bundle stays for the next run of it
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)
