@@ -41,6 +41,11 @@ REPLAYS = (
     # a board's disk failed for a moment, and it took its update, which had counted, for lost and settled it
     "seed=730014 codec=int8 rounds=2 size=2 deadline_s=60.0 beside_s=3.0 refuse:dev-0,68,30,io "
     "noise:3.67,2.5,0.4,0.0,0.0,0.0 crash:coordinator,284,1,0.5",
+    # a job's worker had found a state on the disk that another job, which had the same one, then deleted
+    "seed=5100077 method=local rounds=2 size=2 deadline_s=4.0 jobs=2 beside_s=3.0 slow:dev-2,10.0",
+    # a disk failed while a damaged small blob was put aside, and the coordinator ended by an error without a name
+    "seed=8100087 method=ft_part devices=2 beside_s=0.0 refuse:coordinator,297,5,io crash:dev-1,152,1,1.0 "
+    "crash:coordinator,39,1,1.0",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )
