@@ -7,7 +7,7 @@ import plain
 import pytest
 
 from fedquilt import profiles
-from fedquilt.coordinator import plausible
+from fedquilt.coordinator import claims
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, UpdateError, Usage, Work
 
@@ -45,24 +45,25 @@ def update(**usage: float) -> Update:
 )
 def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
     """At least 100 W are believed, and never more than 3000."""
-    assert plausible.most_w(profile) == watts
+    assert claims.most_w(profile) == watts
 
 
 def test_what_an_honest_board_claims_stays_as_it_is() -> None:
     """Each claim just within its bound; the same object comes back."""
-    ask, limit_s = Ask(Work(), of(60.0), 1000), plausible.time_s(10.0, 30.0, 1)
+    ask, limit_s = Ask(Work(), of(60.0), 1000), claims.time_s(10.0, 30.0, 1)
     assert limit_s == 120.0
-    assert plausible.time_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
-    assert plausible.time_s(200.0, 30.0, 3) == 460.0
+    assert claims.time_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert claims.time_s(200.0, 30.0, 3) == 460.0
     given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
-    assert plausible.bounded(given, ask, limit_s) == (given, "")
-    assert plausible.bounded(given, ask, limit_s)[0] is given
+    assert claims.bound(given, claims.Bounds(ask, limit_s)) == (given, "")
+    assert claims.bound(given, claims.Bounds(ask, limit_s))[0] is given
 
 
 def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
     """Joules that are wrong say nothing; bytes and seconds are bounded."""
-    found, odd = plausible.bounded(
-        update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51), Ask(), 120.0
+    found, odd = claims.bound(
+        update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
+        claims.Bounds(limit_s=120.0),
     )
     usage = found.usage
     assert (usage.wall_s, usage.energy_j, usage.idle_j, usage.energy_error_j) == (120.0, None, None, None)
@@ -73,7 +74,7 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
 def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
     """Each is held to the same bound by itself."""
-    found, odd = plausible.bounded(update(**{name: 1e24}), Ask(), 120.0)
+    found, odd = claims.bound(update(**{name: 1e24}), claims.Bounds(limit_s=120.0))
     assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
     assert "1e+24 J" in odd
 
@@ -81,10 +82,10 @@ def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str)
 def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
     """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
     slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
-    ask = Ask(Work(flops_per_example=1e6), slow)
-    plausible.require_weight(msgspec.structs.replace(update(), weight=1200.0), ask, 120.0)
+    bounds = claims.Bounds(Ask(Work(flops_per_example=1e6), slow), 120.0)
+    claims.require(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
     with pytest.raises(UpdateError, match="at 1e\\+06 FLOP/s it can have worked through 120 in 120 s"):
-        plausible.require_weight(msgspec.structs.replace(update(), weight=1201.0), ask, 120.0)
+        claims.require(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
 
 
 @pytest.mark.parametrize("name", profiles.names())
@@ -92,4 +93,4 @@ def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
     """A task that takes all of the longest time at the highest watts of the board's own table."""
     watts = [point.busy_w.value for point in profiles.load(name).points if point.busy_w is not None]
     if watts:
-        assert max(watts) <= plausible.most_w(of(*watts))
+        assert max(watts) <= claims.most_w(of(*watts))
