@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import hostile_fields
 import msgspec
 import plain
 import pytest
 
-from fedquilt import profiles
-from fedquilt.coordinator import claims
+from fedquilt import profiles, wire
+from fedquilt.coordinator import claims, passed
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, UpdateError, Usage, Work
+from fedquilt.core import BlobRef, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
 
 PROFILE = plain.profile(engines=("numpy",))
 
@@ -94,3 +97,79 @@ def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
     watts = [point.busy_w.value for point in profiles.load(name).points if point.busy_w is not None]
     if watts:
         assert max(watts) <= claims.most_w(of(*watts))
+
+
+# -- sites and weights ----------------------------------------------------------------------------
+
+
+RIGHT = SiteRight(("cam-*", "door-7"), 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "said"),
+    [
+        (("cam-1", "door-7"), (10.0, 10.0), ""),
+        (("cam-1", "door-8"), (10.0, 10.0), "site has no right to speak for door-8"),
+        (("cam-1", "cam-2", "cam-3"), (1.0, 1.0, 1.0), "site speaks for 3 boards, and may speak for 2"),
+        (("cam-1", "cam-2"), (101.0, 0.0), "cam-1 wants to count as 101 examples, and 100 are the most"),
+        (("cam-1", "cam-2"), (0.0, 0.0), "site wants to count as 202 examples, and 200 are the most"),
+    ],
+)
+def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[float, ...], said: str) -> None:
+    parts = [passed.Part(name, weight) for name, weight in zip(names, weights, strict=True)]
+    given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
+    bounds = claims.Bounds(examples=100.0, right=RIGHT)
+    if not said:
+        return claims.require_boards(given, parts, bounds)
+    with pytest.raises(UpdateError, match=said):
+        claims.require_boards(given, parts, bounds)
+
+
+def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None:
+    said = msgspec.structs.replace(PROFILE, boards=5)
+    assert claims.verify_profile(said, None).boards == 0
+    assert claims.verify_profile(said, RIGHT).boards == 2
+    with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
+        claims.require_boards(update(), [], claims.Bounds())
+
+
+def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
+    """Its right makes no update of its own heavier."""
+    heavy = msgspec.structs.replace(update(), weight=101.0)
+    with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
+        claims.require(heavy, claims.Bounds(examples=100.0, right=RIGHT), work=True)
+
+
+def weighed(**weights: float) -> claims.Weights:
+    found = claims.Weights()
+    for device, weight in weights.items():
+        found.note(msgspec.structs.replace(update(), device=device, weight=weight))
+    return found
+
+
+def test_a_device_counts_as_a_hundred_others_at_most() -> None:
+    """Of the median of at least three others; its own weights raise nothing."""
+    assert weighed(a=10.0, b=20.0).most("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, c=3000.0).most("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).most("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).most("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, z=1.0).most("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, c=30.0).most("z", 7) == 7
+    again = weighed(a=10.0, b=20.0, c=30.0)
+    again.note(msgspec.structs.replace(update(), device="a", weight=50.0))
+    assert again.ascending == [20.0, 30.0, 50.0]
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_the_documented_table_has_each_field_that_a_device_sends() -> None:
+    """A new field needs a row that says whether it is verified, bounded or informational."""
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    section = text.split("## What a device claims\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]
+    documented = [(kind, name) for kind, names, *_ in rows[2:] for name in names.split(", ")]
+    assert sorted(documented) == sorted((kind.__name__, name) for kind, name in hostile_fields.fields())
+    assert {status for _, _, status, *_ in rows[2:]} == {"verified", "bounded", "informational"}
+    sent = {*wire.UP.values(), wire.Get, *(kind for leaf, kind in wire.BLOB.items() if leaf != "place")}
+    assert sent == set(hostile_fields.MESSAGES)  # "place" is the coordinator's
