@@ -137,9 +137,7 @@ class Authority:
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
-        if (
-            site := next((site for site, right in self.sites(clock_s()).items() if right.covers(device)), None)
-        ) is not None:
+        if (site := next((site for site, right in self.sites(clock_s()) if right.covers(device)), None)) is not None:
             raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
         if any(one.key_id == enrolment.key_id(key) and one.revoked_s is not None for one in known):
             raise JobError(
@@ -258,18 +256,17 @@ class Authority:
         known = (one for one in self.register.certificates() if one.revoked_s is None and one.ends_s > now_s)
         if (taken := next((one for one in known if right.covers(one.name)), None)) is not None:
             raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
-        for site, other in self.sites(now_s).items():
+        for site, other in self.sites(now_s):
             if site != name and right.overlaps(other):
                 raise JobError(
                     f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
                     f"`fedquilt ca revoke {site}`"
                 )
 
-    def sites(self, now_s: float) -> dict[str, SiteRight]:
-        """Return the rights of the sites whose certificates are valid. The latest certificate of a site counts."""
+    def sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
+        """Return the site and the right of each valid certificate. A site may hold several."""
         known = [one for one in self.register.certificates() if one.kind == "site"]
-        valid = [one for one in known if one.revoked_s is None and one.ends_s > now_s]
-        return {one.name: _right_of(one.pem) for one in valid}
+        return [(one.name, _right_of(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s]
 
     def observers(self, now_s: float) -> list[str]:
         """Names of those who may watch now."""
