@@ -236,6 +236,8 @@ def _examined(state: Rounds | None, arriving: Arriving, event: Examined, now_s: 
     for board in event.taken.boards:
         if board in state.answered or board in state.through:
             return _refused(device, update, f"{device}: {_twice(board, state.through.get(board, 'itself'))}")
+        if board in state.since:
+            return _refused(device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself")
     fact = state.answered_by(event.taken, now_s, event.ask)
     superseded = () if event.taken == update else (Discard(update),)
     actions = (Answer(device, update, True), Withdraw(device), *superseded)

@@ -19,7 +19,7 @@ from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.garbage import GarbageCollector
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.worker import Then, Worker, outcome
-from fedquilt.core import Profile, Update
+from fedquilt.core import Profile, SiteRight, Update
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -142,14 +142,16 @@ class Beside:
     def _large(self) -> bool:
         return self._served.job.large
 
-    def examine(self, device: str, update: Update, profile: Profile | None, now_s: float) -> None:
+    def examine(
+        self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
+    ) -> None:
         """Read an update whose blobs are here, and let count what it holds."""
         if size_of(update) >= self._worker.large_bytes:  # as a site's sum may be, whose boards' updates are small
             self._served.job.sums.large = True
         large = self._large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
             return
-        examining = self._served.job.examining(device, update, profile, now_s, large=large)
+        examining = self._served.job.examining(device, update, profile, now_s, large=large, right=right)
         if large:
             self._examining[device] = update
             held_s = self._executor.held_s(device) if self._offered.pop(device, None) == update else 0.0

@@ -1,7 +1,4 @@
-"""Checks of every update and state, whatever the method: how much one device counts, and finite numbers.
-
-The tensors a device may send are checked by each method's own `fold`.
-"""
+"""Finite numbers in every state, and the device named in errors. `claims` checks what a device claims."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.core import Update, UpdateError
+from fedquilt.core import UpdateError
 
 
 @contextmanager
@@ -27,22 +24,6 @@ def named(device: str) -> Iterator[None]:
         if re.search(rf"(?<![\w.-]){re.escape(device)}(?![\w-])", said):
             raise
         raise UpdateError(f"{device}: {said}") from None
-
-
-def require_weight(update: Update, most: int) -> None:
-    """Check an update's weight: at most the device's reported number of examples, and at most `most`.
-
-    Raises:
-        UpdateError: the weight is larger; the message names the setting to raise.
-    """
-    if not update.weight <= most:
-        raise UpdateError(
-            f"{update.device} wants to count as {update.weight:g} examples, and no device may count as more than "
-            f"{most}: raise [cohort] max_examples if it really has so many"
-        )
-    told = update.usage.examples
-    if told is not None and update.weight > max(told, 1):
-        raise UpdateError(f"{update.device} wants to count as {update.weight:g} examples and says that it has {told}")
 
 
 def require_state(state: Any, devices: tuple[str, ...]) -> None:

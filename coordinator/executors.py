@@ -24,7 +24,7 @@ from fedquilt.coordinator.outgoing import Issues
 from fedquilt.coordinator.places import Places, Where
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.worker import LARGE_BYTES
-from fedquilt.core import BlobRef, JobError, Profile, Task, Wired, WireError
+from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, Wired, WireError
 from fedquilt.logs import about
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link, Message
@@ -69,6 +69,10 @@ class Executor(Protocol):
 
     def be_patient(self, device: str) -> None:
         """Resend a device's task rarely, as it is working on it."""
+        ...
+
+    def right_of(self, device: str) -> SiteRight | None:
+        """Return the right in a device's certificate, or None without one."""
         ...
 
     def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
@@ -145,6 +149,10 @@ class WithoutReleases:
     def pace(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
         """Do nothing: an update is on the coordinator's disk as soon as it is made."""
 
+    def right_of(self, device: str) -> SiteRight | None:
+        """Return None: these devices have no certificates."""
+        return None
+
     def held_s(self, device: str) -> float:
         """0: none waits for its turn."""
         return 0.0
@@ -191,7 +199,8 @@ class OverLink:
         self.garbage, self.absence = Garbage(), Absence()
         self._topics = wire.Topics(fleet)
         self._gate = Gate(link, self._topics)
-        self._link: Link = self._gate if identity is None else FleetLink(self._gate, identity, fleet)
+        self._signed = None if identity is None else FleetLink(self._gate, identity, fleet)
+        self._link: Link = self._signed or self._gate
         self._epoch, self._session = epoch, 0
         self._issues = Issues(self._link, self._topics)
         self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
@@ -259,6 +268,10 @@ class OverLink:
     def be_patient(self, device: str) -> None:
         """Lengthen the interval at which the task is repeated."""
         self._issues.be_patient(device)
+
+    def right_of(self, device: str) -> SiteRight | None:
+        """See `Executor`."""
+        return None if self._signed is None else self._signed.right_of(device)
 
     def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         """Request the blobs; transfers of others from this device are cancelled."""

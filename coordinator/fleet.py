@@ -13,7 +13,7 @@ import msgspec
 
 from fedquilt import wire
 from fedquilt.coordinator.eligibility import Seen, Wants, reasons
-from fedquilt.core import OperatingPoint, Profile
+from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.wire import Presence, Telemetry
 
 GRACE_S = 20.0  # a device that returns within this time counts as never gone
@@ -26,6 +26,7 @@ class Known:
     """Latest messages of one device."""
 
     profile: Profile | None = None
+    right: SiteRight | None = None  # None: it is no site
     online: bool = False
     boot: str = ""
     about: str = ""  # digest of its profile
@@ -72,6 +73,19 @@ class Registry:
             self._points.popitem(last=False)
         if profile != known.profile:
             known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
+
+    def grant(self, device: str, right: SiteRight | None) -> None:
+        """Set the right of a device. A profile received under another right is forgotten."""
+        known = self.devices.get(device)
+        if right == (known.right if known else None):
+            return
+        known = self._heard(device)
+        known.right, known.profile, known.about = right, None, ""
+
+    def right_of(self, device: str) -> SiteRight | None:
+        """Return the right of a device, or None if the device is no site."""
+        known = self.devices.get(device)
+        return known.right if known else None
 
     def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
         """Note a device's telemetry."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from fedquilt import tensors, tiers
-from fedquilt.coordinator import checks, encoding, manifest, mending, plausible, stop, summing, tasks
+from fedquilt.coordinator import checks, claims, encoding, manifest, mending, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
 from fedquilt.coordinator.deadline import Ask
@@ -36,6 +36,7 @@ from fedquilt.core import (
     Order,
     Profile,
     Settle,
+    SiteRight,
     StoreError,
     Task,
     Tensors,
@@ -231,7 +232,14 @@ class Running:
         return self._summing.large
 
     def examining(
-        self, device: str, update: Update, profile: Profile | None, now_s: float, *, large: bool
+        self,
+        device: str,
+        update: Update,
+        profile: Profile | None,
+        now_s: float,
+        *,
+        large: bool,
+        right: SiteRight | None = None,
     ) -> Callable[[], Examined]:
         """Function that finds what is kept of an update whose blobs are here, or why it may not be folded.
 
@@ -241,6 +249,7 @@ class Running:
             profile: of the device; None: not known.
             now_s: seconds of the coordinator's clock.
             large: the function is for a worker, in which it uses nothing that the loop changes.
+            right: of the device, if it is a site.
 
         Raises, from the function:
             LostUpdateError: a blob of it is damaged, or cannot be read; it is put aside.
@@ -249,16 +258,16 @@ class Running:
         """
         ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
-        limit_s = plausible.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
-        work, take = "work" in self.rounds.actions, self.taking(update, profile, large=large)
+        limit_s = claims.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
+        bounds = claims.Bounds(ask, limit_s, self.standing.weights.most(device, self.job.cohort.max_examples), right)
+        work, take = "work" in self.rounds.actions, self.taking(update, profile, bounds, large=large)
 
         def examined() -> Examined:
             odd = ""
             try:
-                believed, odd = plausible.bounded(update, ask, limit_s)
-                if work:
-                    plausible.require_weight(update, ask, limit_s)
-                taken, reason = take(believed), ""
+                believed, odd = claims.bound(update, bounds)
+                claims.require(update, bounds, work=work)
+                taken, reason = take(believed) if work else believed, ""
             except mending.UnreadableError as error:
                 if error.again not in blobs([update]):
                     raise
@@ -273,16 +282,17 @@ class Running:
 
         return examined
 
-    def taking(self, update: Update, profile: Profile | None, *, large: bool = False) -> Callable[[Update], Update]:
+    def taking(
+        self, update: Update, profile: Profile | None, bounds: claims.Bounds, *, large: bool = False
+    ) -> Callable[[Update], Update]:
         """Function that returns an update, or what is believed of it, as it is stored; errors as of `Summing.taken`."""
-        rounds, summing, work = self.rounds, self._summing, "work" in self.rounds.actions
+        rounds, summing = self.rounds, self._summing
         base = self._base(update, profile)
 
         def take(believed: Update) -> Update:
-            summing.require(believed, work=work, boards=profile.boards if profile else 0)
-            if not work:
-                return believed
-            return summing.examined(believed, base) if large else summing.taken(believed, rounds, base)
+            if large:
+                return summing.examined(believed, base, bounds)
+            return summing.taken(believed, rounds, base, bounds)
 
         return take
 

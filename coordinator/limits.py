@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -9,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import config, units
-from fedquilt.core import JobError
+from fedquilt.core import JobError, Name, SiteRight
 
 FILE: Final = "limits.toml"
 
@@ -48,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     submitter: Submitter = Submitter()
     retention: Retention = Retention()
+    sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 
@@ -63,4 +66,11 @@ def load(home: Path) -> Limits:
     with config.naming(str(path)):
         found: Limits = config.convert(config.read(path), Limits, "a coordinator's settings")
         _ = found.retention.older_s
+        _require_apart(found.sites)
     return found
+
+
+def _require_apart(sites: Mapping[str, SiteRight]) -> None:
+    for (one, right), (other, another) in itertools.combinations(sites.items(), 2):
+        if right.overlaps(another):
+            raise JobError(f"[sites]: {one} and {other} may both speak for one board: give each board to one site")

@@ -94,7 +94,7 @@ class Manifests:
 def _require_site(whole_bytes: int, expected: Expected | None, most_mb: int | None, boards: int) -> None:
     """Check the size of a site's update: as much as its boards could send themselves, or a sum."""
     if not boards:
-        raise UpdateError("it is what a site sends, and its profile has no boards")
+        raise UpdateError("it is what a site sends, and the device has no right to be one")
     times = max(SUM_TIMES, min(boards, BOARDS_MOST))
     each = most_mb << 20 if most_mb is not None else 0
     if most_mb is None and expected is not None:

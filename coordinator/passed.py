@@ -113,24 +113,25 @@ def bundled(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.n
         yield f"{OURS}{number}", {TABLE: table(parts), **held}
 
 
-def boards(update: Contribution) -> tuple[str, ...]:
-    """Names of the boards that a site's update is of, sorted.
+def parts(update: Contribution) -> list[Part]:
+    """Return the boards of a site's update, sorted by name.
 
     Raises:
         UpdateError: it does not name them, one of them is named twice, or a number of it is not finite.
     """
-    seen = set[str]()
+    seen, found = set[str](), []
     for bundle in update.bundles.values():
         for part in _parts(bundle):
             if part.device in seen:
                 raise UpdateError(f"it has {part.device} twice")
             seen.add(part.device)
+            found.append(part)
             odd = [name for name, value in part.metrics.items() if not math.isfinite(value)]
             if odd or not math.isfinite(part.weight):
                 raise UpdateError(f"{part.device}: {odd[0] if odd else 'its weight'} is not a finite number")
             if len(set(part.bundles)) < len(part.bundles):
                 raise UpdateError(f"{part.device} has two bundles of one name")
-    return tuple(sorted(seen))
+    return sorted(found, key=lambda part: part.device)
 
 
 def contributions(update: Contribution) -> list[Contribution]:

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, rounds, sites, triggers, turns
+from fedquilt.coordinator import admission, claims, facts, housekeeping, rounds, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
@@ -79,6 +79,7 @@ class Server:
         self._rollouts = Rolling(executor, store, self.registry, poll_s, tell) if only is None else None
         self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
         self._left: set[str] = set()  # runs already reported as not taken up here
+        self._unentitled: set[str] = set()  # devices already reported as sites without a right
 
     def fds(self) -> Sequence[int]:
         """File descriptors of the executor and of the worker."""
@@ -174,6 +175,7 @@ class Server:
             self._rollouts.say_all_again(now_s)
 
     def _said(self, device: str, message: Wired, now_s: float) -> None:
+        self.registry.grant(device, self._executor.right_of(device) or self._limits.sites.get(device))
         match message:  # the most frequent first
             case wire.Claim():
                 if (serving := self._jobs.get(message.job)) is not None:
@@ -196,7 +198,11 @@ class Server:
                     if self._rollouts is not None:
                         self._rollouts.appeared(device, now_s)
             case Profile():
-                self.registry.profile(device, message)
+                right = self.registry.right_of(device)
+                if message.boards and right is None and device not in self._unentitled:
+                    self._unentitled.add(device)
+                    log.warning(claims.UNENTITLED, device, extra=about(device=device))
+                self.registry.profile(device, claims.verify_profile(message, right))
                 self._desk.available(device, now_s)
             case wire.Installed() if self._rollouts is not None:
                 self._rollouts.heard(device, message)

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
+from fedquilt.coordinator import admission, choice, claims, facts, mending, rounds, turns
 from fedquilt.coordinator.beside import Beside
 from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
@@ -51,6 +51,7 @@ class Desk:
         self.news: dict[str, Shown] = {}  # jobs with changes that have not been published yet
         self.fetching: dict[str, Serving] = {}  # device -> the job that its blobs are fetched for
         self.later: list[tuple[Serving, admission.Action]] | None = None  # what is done once messages are heard
+        self._followed: set[str] = set()  # devices whose claim of a later start has been followed
         self.garbage = GarbageCollector(store, self.in_use)
 
     def start(self, item: Callable[[], T], then: Then[T]) -> None:
@@ -82,6 +83,21 @@ class Desk:
     def answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
         """Tell a device what became of its update."""
         self.executor.answer(device, wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000]))
+
+    def follow(self, device: str, epoch: int) -> None:
+        """Go on as a later start than the one that a device knows: the home may be an older copy.
+
+        Every device shakes hands anew then, so one device can bring that about once, and not by any number.
+        """
+        if epoch < self.store.epoch:
+            return
+        if device in self._followed or epoch > self.store.epoch + claims.LATER_EPOCHS:
+            log.warning(
+                "%s claims to know start %d of the coordinator: ignored", device, epoch, extra=about(device=device)
+            )
+            return
+        self._followed.add(device)
+        self.renew(epoch)
 
     def renew(self, above: int) -> None:
         """Go on as a later start of the coordinator than this one, if it is not one already."""
@@ -265,18 +281,15 @@ class Serving:
                 in_turn = self.summed.offered(device, update, now_s)
                 self._desk.executor.fetch(device, update.bundles.values(), in_turn=in_turn)
             case admission.Examine(device, update):
-                self.summed.examine(device, update, self._desk.registry.profile_of(device), now_s)
+                registry = self._desk.registry
+                self.summed.examine(device, update, registry.profile_of(device), registry.right_of(device), now_s)
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
                 self.garbage.add(blobs([update]))
             case admission.Renew(device, epoch):
-                self._renew(device, epoch, now_s)
-
-    def _renew(self, device: str, above: int, now_s: float) -> None:
-        """Send a device its task with an epoch later than the one with which it counted the round."""
-        self._desk.renew(above)
-        self.issue(device, now_s)
+                self._desk.follow(device, epoch)
+                self.issue(device, now_s)
 
     def issue(self, device: str, now_s: float) -> None:
         """Send a device its task of the running round (again), as soon as it can be sent."""
@@ -391,7 +404,8 @@ class Serving:
             case facts.Lost():
                 ids = about(run=job.id, round=fact.round, device=fact.device)
                 log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
-                self._renew(fact.device, self._desk.store.epoch, now_s)
+                self._desk.renew(self._desk.store.epoch)
+                self.issue(fact.device, now_s)
             case facts.Closed() | facts.Ended():
                 self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed() if done is not None:

@@ -39,7 +39,7 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort.py
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
-    max_examples: Annotated[int, Meta(ge=1)] = 10_000_000  # largest weight of one device; more is refused
+    max_examples: Annotated[int, Meta(ge=1)] | None = None  # largest weight of a device; None: 100 times the median
     select: tuple[str, ...] = ()  # words about a board's labels that all have to hold: fedquilt.labels
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.checksums import checksum
+from fedquilt.coordinator.claims import Weights
 from fedquilt.coordinator.contributed import Contributed
 from fedquilt.coordinator.facts import Answered, AnyFact, Rounds
 from fedquilt.coordinator.job_logs import Log, has
@@ -27,7 +28,7 @@ from fedquilt.coordinator.store_rows import DamagedRunError, storing
 from fedquilt.core import UNDECODABLE, StoreError
 from fedquilt.logs import about
 
-RULES: Final = 5  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 6  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
@@ -48,11 +49,14 @@ class Standing(msgspec.Struct):
     rounds: Rounds
     examples: dict[str, int] = {}  # device -> number of its examples, as reported
     facts: int = 0
+    weights: Weights = msgspec.field(default_factory=Weights)
 
     def take(self, fact: AnyFact, after: Rounds) -> None:
         """Go on to the state after a fact."""
         if isinstance(fact, Answered) and fact.update.usage.examples is not None:
             self.examples[fact.update.device] = fact.update.usage.examples
+        if isinstance(fact, Answered) and "work" in after.actions and fact.update.weight > 0:
+            self.weights.note(fact.update)
         self.rounds, self.facts = after, self.facts + 1
 
 

@@ -8,7 +8,6 @@ added to the sum in place. An exact sum is stored from time to time, as a fact, 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ import msgspec
 
 from fedquilt import compression, exact, heap, tensor_files, tensors
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import checks, folding, mending, passed
+from fedquilt.coordinator import checks, claims, folding, mending, passed
 from fedquilt.coordinator.facts import Folded, Rounds
 from fedquilt.coordinator.folding import Folding, Told
 from fedquilt.coordinator.mending import WHOLE_BYTES
@@ -64,28 +63,9 @@ class Summing:
         self._read_bytes = 0
         self._unfolded: tuple[Rounds, int, tuple[int, int]] | None = None  # what was counted last, and of what
 
-    def require(self, update: Update, *, work: bool, boards: int = 0) -> None:
-        """Check what an update says beside its tensors.
-
-        Args:
-            update: as the device announced it.
-            work: whether it is to be folded, and was not asked for an evaluation alone.
-            boards: of its device, if that is a site.
-
-        Raises:
-            UpdateError: it cannot count.
-        """
-        odd = sorted(name for name, value in update.metrics.items() if not math.isfinite(value))
-        if odd:
-            raise UpdateError(f"metric {odd[0]!r} is not a finite number")
-        if update.metrics.get("check.examples", 0.0) < 0:
-            raise UpdateError("metric 'check.examples' is negative")
-        if work:
-            checks.require_weight(update, self._job.cohort.max_examples * max(boards, 1))
-
     # -- small updates, in the loop --
 
-    def taken(self, update: Update, rounds: Rounds, base: Base) -> Update:
+    def taken(self, update: Update, rounds: Rounds, base: Base, bounds: claims.Bounds) -> Update:
         """The update as it is stored: with a codec, its tensors are decoded here. It is folded, if it comes in order.
 
         Raises:
@@ -95,7 +75,7 @@ class Summing:
         if self._job.wire.codec == "raw" and not of_site and self._folding.holds(update):
             return update
         with checks.named(update.device):
-            update, given = self._read_as(update, mending.contribution(self._depot, update), base)
+            update, given = self._read_as(update, mending.contribution(self._depot, update), base, bounds)
             next_one = self._folding.follows(update.device, rounds.answered, rounds.asked)
             next_one = next_one and (self._exact or not of_site)  # a site's boards have places among the others
             if next_one:
@@ -169,13 +149,13 @@ class Summing:
 
     # -- large updates, by a worker: one call at a time --
 
-    def examined(self, update: Update, base: Base) -> Update:
+    def examined(self, update: Update, base: Base, bounds: claims.Bounds) -> Update:
         """The update as it is stored, which is not folded yet; errors as of `taken`."""
         with checks.named(update.device):
             given = self._streamed(update)
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
-            update, given = self._read_as(update, given, base)
+            update, given = self._read_as(update, given, base, bounds)
             required(self._fold, self._state, given)
         return self._plain(update, given)
 
@@ -320,10 +300,14 @@ class Summing:
             return mending.contribution(self._depot, update)
         return mending.streamed(self._depot, update)
 
-    def _read_as(self, update: Update, given: Contribution, base: Base) -> tuple[Update, Contribution]:
+    def _read_as(
+        self, update: Update, given: Contribution, base: Base, bounds: claims.Bounds
+    ) -> tuple[Update, Contribution]:
         """A device's update, its tensors decoded; a site's, which has decoded them, with the names of its boards."""
         if passed.of_site(given.bundles):  # types and shapes of its bundles are not kept
-            return msgspec.structs.replace(update, boards=passed.boards(given)), given
+            parts = passed.parts(given)
+            claims.require_boards(update, parts, bounds)
+            return msgspec.structs.replace(update, boards=tuple(part.device for part in parts)), given
         return update, replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
 
     def _plain(self, update: Update, given: Contribution) -> Update:

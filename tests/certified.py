@@ -8,6 +8,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedquilt.core import SiteRight
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.shapes import pem_of_key
 from fedquilt.transport.broker import Broker
@@ -24,13 +25,15 @@ class Certified:
     def ca(self) -> Path:
         return self.authority.folder / "ca.crt"
 
-    def files(self, name: str, kind: Any = "device", *, days_ago: float = 0.0) -> dict[str, str]:
+    def files(
+        self, name: str, kind: Any = "device", *, days_ago: float = 0.0, right: SiteRight | None = None
+    ) -> dict[str, str]:
         """The files of a certificate that is made now, for a [broker] table."""
         key = ec.generate_private_key(ec.SECP256R1())
         with self.authority.register.together():
             at_s = clock_s() - days_ago * DAY_S
             hosts = ["127.0.0.1"] if kind == "server" else ()
-            issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=hosts)
+            issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=hosts, right=right)
         (self.folder / f"{name}.crt").write_text(issued.pem)
         (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
         return {"ca": str(self.ca), "cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}

@@ -37,10 +37,10 @@ from waiting import until
 
 from fedquilt import bundle, config, tensors, wire
 from fedquilt.blobs import chunks
-from fedquilt.coordinator import settings
+from fedquilt.coordinator import passed, settings
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Task, Update, Usage
+from fedquilt.core import BlobRef, Contribution, Task, Update, Usage
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.engines import numpy_engine
@@ -106,11 +106,23 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
         ),
         "claims what cannot be",
     ),
+    "updates of the honest boards": (
+        lambda model: Lie(_of_others(model), None, bundle="site.0", weight=30.0),
+        "is what a site sends, and the device has no right to be one",
+    ),
     "chunks that are withheld": (
         lambda model: Lie(tensors.encode({name: 2 * a for name, a in model.items()}), None, withheld=True),
         "",
     ),
 }
+
+
+def _of_others(model: Tensors) -> bytes:
+    """Updates of the honest boards, as a site passes them up."""
+    names = [f"jetson-nano-{number:02d}" for number in range(3)]
+    given = [Contribution(name, 0, 10.0, {}, {"model": model}) for name in names]
+    ((_, bundle),) = passed.bundled(given)
+    return tensors.encode(bundle)
 
 
 def _renamed(model: Tensors) -> dict[str, np.ndarray]:
@@ -178,10 +190,11 @@ class Liar(threading.Thread):
         self.sent += 1
 
     def _told(self) -> None:
-        """Come online as an honest board of the smallest kind does."""
+        """Come online as a board of the smallest kind that says it is a site of five."""
         self._say("presence", wire.Presence(online=True, boot="b"), retain=True)
         means = events.Means(2_000_000_000, ("numpy",), ())
-        self._say("profile", messages.profile(LIAR, make_board("x86-host"), means), retain=True)
+        profile = messages.profile(LIAR, make_board("x86-host"), means)
+        self._say("profile", msgspec.structs.replace(profile, boards=5), retain=True)
 
     def _tasked(self, task: Task) -> None:
         if task.round in self._offered or not self._left or "work" not in task.actions:
@@ -190,6 +203,7 @@ class Liar(threading.Thread):
         lie = ATTACKS[name][0](self._model)
         sha256 = hashlib.sha256(lie.payload).hexdigest()
         size = lie.told.pop("size", len(lie.payload))
+        bundle = lie.told.pop("bundle", next(iter(task.bundles), "model"))
         if not lie.told.pop("withheld", False):
             self._blobs[sha256] = lie.payload
         update = Update(
@@ -198,8 +212,8 @@ class Liar(threading.Thread):
             attempt=task.attempt,
             device=LIAR,
             **{"weight": 10.0, "usage": Usage(wall_s=1.0), **lie.told},
-            bundles={next(iter(task.bundles), "model"): BlobRef(sha256=sha256, size=size)},
-            layouts={} if lie.layout is None else {next(iter(task.bundles), "model"): dict(lie.layout)},
+            bundles={bundle: BlobRef(sha256=sha256, size=size)},
+            layouts={} if lie.layout is None else {bundle: dict(lie.layout)},
             metrics={},
             state=task.state,
             epoch=task.epoch,

@@ -18,6 +18,7 @@ from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Here
+from fedquilt.core import SiteRight
 from fedquilt.data import examples
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
@@ -47,7 +48,7 @@ class Federation:
     answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
     id: str = "job-1"
     below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         self.home = self.plan.home / "root"
@@ -111,6 +112,7 @@ class Federation:
         store = self._stores[name] = self.stack.enter_context(Store(self.plan.home / name, durable=False))
         assert store.lock()
         self.below[name] = []
+        self.limits.sites[name] = SiteRight(tuple(table["device"] for table in tables), len(tables))
         self._start(name)
         self.boards(tables, name)
 
@@ -154,11 +156,11 @@ class Federation:
 
 @contextlib.contextmanager
 def federation(
-    plan: Plan, split: Sequence[int] = (), id: str = "job-1", limits: Limits = Limits()
+    plan: Plan, split: Sequence[int] = (), id: str = "job-1", limits: Limits | None = None
 ) -> Iterator[Federation]:
     """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
-        made = Federation(plan, stack, id=id, limits=limits)
+        made = Federation(plan, stack, id=id, limits=limits or Limits())
         begin = 0
         for number, count in enumerate(split):
             made.site(f"site-{number}", made.tables[begin : begin + count])

@@ -239,8 +239,16 @@ def coordinate(
     are served; `where` are places of blobs beside the broker; `site` makes this the coordinator of a site.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's, or metrics or blobs cannot be served.
+        JobError: boards would not take the identity for the coordinator's, metrics or blobs cannot be served, or
+            [sites] of limits.toml has no place here.
     """
+    if limits.sites and identity is not None:
+        raise JobError(
+            "limits.toml [sites]: in a fleet with certificates these grant the rights of sites (`fedquilt ca issue "
+            "NAME --role site`): remove the table"
+        )
+    if limits.sites and site is not None:
+        raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
     heap.keep_pieces()
     noted = Boards(store.home)
     executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted, identity, where)

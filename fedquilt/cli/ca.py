@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from fedquilt.cli import options
 from fedquilt.cli.commands import argument, family, option
@@ -29,22 +30,33 @@ def init(name: str, crl_url: str | None, ca: Path) -> int:
 @option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
 @option(
     "--role",
-    type=options.OneOf(("observer",)),
-    help="Role of the holder: an observer reads what the fleet says, and writes nothing.",
+    type=options.OneOf(("observer", "site")),
+    help="Role of the holder: an observer only reads messages, a site submits updates of its boards.",
 )
+@option("--boards", multiple=True, metavar="PATTERN", help="Boards of a site, by name or 'cam-*'; may be repeated.")
+@option("--most-boards", type=options.COUNT, metavar="N", help="Most boards of a site in a round.")
 @option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
 @option(
     "--days",
     type=options.ABOVE_0,
     metavar="N",
-    help="Days for which the certificate is valid (default: 730; an observer's 365).",
+    help="Days for which the certificate is valid (default: 730; an observer's or a site's 365).",
 )
 @options.authority
-def issue(name: str, hosts: tuple[str, ...], role: str | None, out: Path, days: float | None, ca: Path) -> int:
-    """Issue a certificate and key for the coordinator, with --host for a server, with --role for an observer."""
+def issue(
+    name: str,
+    hosts: tuple[str, ...],
+    role: Literal["observer", "site"] | None,
+    boards: tuple[str, ...],
+    most_boards: int | None,
+    out: Path,
+    days: float | None,
+    ca: Path,
+) -> int:
+    """Issue a certificate and key for the coordinator, with --host for a server, with --role for another role."""
     from fedquilt.tools.identity import commands
 
-    return commands.issue(ca, name, list(hosts), out, days, role == "observer")
+    return commands.issue(ca, name, list(hosts), out, days, role, boards, most_boards)
 
 
 @ca.command(name="list")

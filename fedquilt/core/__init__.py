@@ -84,6 +84,7 @@ from fedquilt.core.places import (
     Placed,
     Source,
 )
+from fedquilt.core.rights import SiteRight
 from fedquilt.core.seeds import (
     derive_seed,
     derive_seeds,
@@ -148,6 +149,7 @@ __all__ = [
     "Sentence",
     "Settle",
     "Site",
+    "SiteRight",
     "Source",
     "Step",
     "StoreError",

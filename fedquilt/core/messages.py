@@ -247,4 +247,4 @@ class Profile(Told, frozen=True):
     codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
     labels: Annotated[tuple[Word, ...], Meta(max_length=32)] = ()  # what its owner calls it by: `fedquilt.labels`
     carriers: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()  # of blobs, beside the broker: "http"
-    boards: Count = 0  # boards of a site, which is a coordinator itself; 0: it is a board
+    boards: Count = 0  # of a site; the coordinator believes it only of a device with a `SiteRight`

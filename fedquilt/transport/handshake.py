@@ -27,11 +27,12 @@ from typing import Annotated, Final, cast
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Count, JobError, WireError
+from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import OUT_OF_DATE, why
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
+SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
 OBSERVER: Final = "observer"  # the organisational unit in the certificate of who only watches
 FLIGHT_BYTES: Final = 32 * 1024  # the most that TLS may want to send at once; chains of certificates have 1 to 5 KB
 _ISSUE: Final = "`fedquilt ca issue coordinator` makes one, in place of an earlier version's too"
@@ -174,6 +175,17 @@ class Handshake:
         return peer_of(self._tls)
 
     @property
+    def right(self) -> SiteRight | None:
+        """The right in the other side's certificate, or None if that is no site's.
+
+        Raises:
+            WireError: If the certificate states a right that cannot be read.
+        """
+        names = cast(Sequence[tuple[str, str]], (self._tls.getpeercert() or {}).get("subjectAltName", ()))
+        found = [value for kind, value in names if kind == "URI" and value.startswith(SITE)]
+        return parse_right(found[0]) if found else None
+
+    @property
     def ends(self) -> str:
         """When the other side's certificate ends, as Python's `ssl` says it."""
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
@@ -187,6 +199,24 @@ def peer_of(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
     names = [value for kind, value in parts if kind == "commonName"]
     watches = ("organizationalUnitName", OBSERVER) in parts
     return names[0] if len(names) == 1 and not watches else ""
+
+
+def right_uri(right: SiteRight) -> str:
+    """Return the URI that states a right in a certificate."""
+    return f"{SITE}{right.most}:{','.join(right.boards)}"
+
+
+def parse_right(uri: str) -> SiteRight:
+    """Return the right that a URI states.
+
+    Raises:
+        WireError: If the URI states none.
+    """
+    most, _, boards = uri.removeprefix(SITE).partition(":")
+    try:
+        return msgspec.convert({"most": most, "boards": boards.split(",")}, SiteRight, strict=False)
+    except UNDECODABLE as error:
+        raise WireError(f"the site's right {uri[:100]!r} in its certificate cannot be read: {error}") from None
 
 
 class Session:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fedquilt import enrolment, wire
-from fedquilt.core import JobError, WireError
+from fedquilt.core import JobError, SiteRight, WireError
 from fedquilt.transport import envelope
 from fedquilt.transport.envelope import StrangeSessionError, UnsignedError
 from fedquilt.transport.handshake import Handshake, Identity, Session
@@ -39,6 +39,7 @@ class FleetLink(Sealed):
         self._say_end()
         self._epoch = 0  # as the coordinator has announced it
         self._keys: dict[str, Session] = {}  # by device
+        self._rights: dict[str, SiteRight] = {}  # of sites, by their certificates
         self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
         self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
         self._asked_s: dict[str, float] = {}  # device -> when it was asked to begin
@@ -110,6 +111,10 @@ class FleetLink(Sealed):
             self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
         return said
 
+    def right_of(self, device: str) -> SiteRight | None:
+        """Return the right in the certificate of a device's session, or None if the device is no site."""
+        return self._rights.get(device)
+
     def _session_of(self, device: str) -> Session | None:
         session = self._keys.get(device)
         return session if session is not None and self._clock() < session.ends_s else None
@@ -173,6 +178,9 @@ class FleetLink(Sealed):
             raise WireError("a flight of the handshake is incomplete")
         if attempt.peer != device:
             raise WireError(f"the certificate is of {attempt.peer or 'an observer'!r}")
+        self._rights.pop(device, None)
+        if (right := attempt.right) is not None:
+            self._rights[device] = right
         session, answer = attempt.grant(self._epoch)
         self._hello(device, "dn", flight(attempt, 3, answer))
         session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good

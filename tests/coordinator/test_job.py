@@ -16,6 +16,7 @@ from opened import opened
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings, summing
+from fedquilt.coordinator.claims import Bounds
 from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost, Started
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.mending import LostUpdateError
@@ -56,7 +57,7 @@ class Round:
 
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""
-        taken = self.job.taking(update := self.update(device, value), None)(update)
+        taken = self.job.taking(update := self.update(device, value), None, Bounds())(update)
         self.job.record(Answered(self.job.rounds.round, taken), 0.0)
 
     def commit(self) -> float:
@@ -165,8 +166,8 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
 def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
     """A device has offered two contents for the same round, and the first of them counts."""
     stage.ask("a")
-    counted = stage.job.taking(update := stage.update("a", 1.0), None)(update)
-    stage.job.taking(update := stage.update("a", 9.0), None)(update)
+    counted = stage.job.taking(update := stage.update("a", 1.0), None, Bounds())(update)
+    stage.job.taking(update := stage.update("a", 9.0), None, Bounds())(update)
     stage.job.record(Answered(0, counted), 0.0)
     assert stage.commit() == 1.0
 

@@ -36,6 +36,12 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
         ("[submitter]\nshare = 1.5", "share"),
         ('[retention]\nolder_than = "soon"', "'soon' is no time"),
         ("running =", "is not TOML"),
+        ('[sites.plant]\nboards = ["cam-*"]', "most"),
+        ('[sites.plant]\nboards = ["*-cam"]\nmost = 1', "boards"),
+        (
+            '[sites.plant]\nboards = ["cam-*"]\nmost = 1\n[sites.gate]\nboards = ["cam-1"]\nmost = 1',
+            "plant and gate may both speak for one board",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:

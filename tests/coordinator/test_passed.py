@@ -33,7 +33,7 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
     given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
     update = of(given)
     assert list(update.bundles) == ["site.0"]
-    assert passed.boards(update) == ("a", "b")
+    assert [part.device for part in passed.parts(update)] == ["a", "b"]
     for before, after in zip(given, passed.contributions(update), strict=True):
         assert (before.device, before.round, before.weight) == (after.device, after.round, after.weight)
         assert before.metrics == after.metrics
@@ -58,11 +58,11 @@ def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatc
 
 def test_a_site_of_which_no_board_had_anything_to_send_says_so() -> None:
     assert passed.contributions(of([])) == []
-    assert passed.boards(of([])) == ()
+    assert passed.parts(of([])) == []
 
 
 def read(update: Contribution) -> list[Contribution]:
-    assert passed.boards(update) is not None
+    assert passed.parts(update)
     return passed.contributions(update)
 
 
@@ -93,10 +93,10 @@ def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt: dict[str,
 def test_a_board_that_is_in_it_twice_is_named() -> None:
     """In one bundle, or in two."""
     with pytest.raises(UpdateError, match="it has a twice"):
-        passed.boards(of([board("a", 1.0), board("a", 2.0)]))
+        passed.parts(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
     with pytest.raises(UpdateError, match="it has a twice"):
-        passed.boards(Contribution("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
+        passed.parts(Contribution("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
 
 
 def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
@@ -161,6 +161,13 @@ def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_w
     assert "alone counts in this round already, by itself" in fact.reason
 
 
+def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows() -> None:
+    """The device has not answered yet in this round."""
+    (fact,) = examined(running(), update("one", "alone")).facts
+    assert isinstance(fact, facts.Rejected)
+    assert "alone is a device of this coordinator, and speaks for itself" in fact.reason
+
+
 def test_the_boards_of_a_lost_update_may_count_again() -> None:
     state = facts.apply(running(update("one", "a")), facts.Lost(0, "one", "gone"), 0.0)
     assert state.through == {}
@@ -172,7 +179,7 @@ def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
     """A device without boards sends none; a site is limited by how many it says that it has, up to 10,000."""
     known = Expected({"model": {"a": tensors.Shaped((1000,), np.dtype(np.float32))}})
     each = manifest.most_bytes(known.bundles["model"], Encoding())
-    with pytest.raises(UpdateError, match="its profile has no boards"):
+    with pytest.raises(UpdateError, match="has no right to be one"):
         manifest.require_fit(update("one", "a"), known, Encoding(), None)
     most = 50 * each + manifest.SITE_BYTES
     manifest.require_fit(update("one", "a", size=most), known, Encoding(), None, boards=50)

@@ -170,20 +170,18 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
     assert stage.store.status(stage.job) == "done"
 
 
-def test_a_sum_of_examples_that_is_no_number_is_left_out_with_a_note(stage: Stage) -> None:
+def test_a_number_of_held_out_examples_that_no_device_has_is_refused(stage: Stage) -> None:
     """Nothing is written that could not be read back; and an evaluation on fewer than no examples is refused."""
     a, b, c = (stage.hand(name) for name in "abc")
     stage.play()
     a.answer(ones(), metrics={"check.examples": 1.7e308})
-    b.answer(ones(), metrics={"check.examples": 1.7e308})
+    b.answer(ones())
     c.answer(ones(), metrics={"check.examples": -1.0})
     stage.play()
-    assert "'check.examples' is negative" in stage.told(Rejected)[0].reason
-    (fact,) = stage.told(Committed)
-    assert fact.metrics == {}
-    assert fact.notes[-1] == (
-        "no value of the number of held-out examples: what the devices report adds up beyond any number"
+    assert {fact.device: fact.reason for fact in stage.told(Rejected)} == dict.fromkeys(
+        "ac", "metric 'check.examples' is negative, or more than 1e+07"
     )
+    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fedquilt import tensors
 from fedquilt.coordinator import summing
+from fedquilt.coordinator.claims import Bounds
 from fedquilt.coordinator.job import Running
 from fedquilt.core import Update, Usage
 
@@ -48,9 +49,9 @@ def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
 ) -> None:
     """Also where the first one is in memory, as it waited for others, and there is no room for the second."""
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
-    assert running.taking(first, None)(first) == first
+    assert running.taking(first, None, Bounds())(first) == first
     monkeypatch.setattr(summing, "READ_BYTES", 0)
-    assert running.taking(last, None)(last) == last
+    assert running.taking(last, None, Bounds())(last) == last
     assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
         "1.weight": {3.0},
         "1.bias": {3.0},
@@ -69,8 +70,8 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
             raise RuntimeError("halfway")
         return found
 
-    assert running.taking(one, None)(one) == one
+    assert running.taking(one, None, Bounds())(one) == one
     monkeypatch.setattr(running._summing, "_fold", fails)
     with pytest.raises(RuntimeError, match="halfway"):
-        running.taking(other, None)(other)
+        running.taking(other, None, Bounds())(other)
     assert set(closed(running, one)["1.bias"].tolist()) == {1.0}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import limits, settings
-from fedquilt.core import Encoding
+from fedquilt.core import Encoding, SiteRight
 from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
@@ -69,7 +69,7 @@ def test_no_key_is_told_that_is_not_there() -> None:
     kinds = (settings.Job, settings.Cohort, settings.Fleet, DataSpec, prepare.Donor, images.Input)
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
     known |= {field.name for field in msgspec.structs.fields(limits.Limits)}
-    tables = {"submitter": limits.Submitter, "retention": limits.Retention}
+    tables = {"submitter": limits.Submitter, "retention": limits.Retention, "sites.NAME": SiteRight}
     for table, kind in {
         **tables,
         "wire": Encoding,

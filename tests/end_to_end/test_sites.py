@@ -14,7 +14,7 @@ from processes import Processes, facts
 from waiting import LIMIT_S, until
 
 from fedquilt import config
-from fedquilt.coordinator import settings
+from fedquilt.coordinator import limits, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Rejected
 from fedquilt.tools.simulation.agents import Plan
 
@@ -70,6 +70,9 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
         processes.start(name, tmp_path / "agents.log", "agent", str(tmp_path / f"{name}.toml"))
     site = {"device": "plant", "fleet": "fleet", "home": str(tmp_path / "above"), "broker": {"url": above.url}}
     (tmp_path / "plant.toml").write_text(config.text(site))
+    home.mkdir()
+    right = {"boards": members, "most": len(members)}
+    (home / limits.FILE).write_text(config.text({"sites": {"plant": right}}))
     serve = ("serve", "--home", str(home_below), "--broker", below.url, "--fleet", "plant")
     serve = (*serve, "--site", str(tmp_path / "plant.toml"))
     processes.start("site", tmp_path / "site.log", *serve)

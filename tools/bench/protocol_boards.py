@@ -180,11 +180,16 @@ class Crowd:
             key.data.read()
 
 
+def name(number: int) -> str:
+    """Return the device name of a board."""
+    return f"board-{number:05d}"
+
+
 class Board:
     """One board, as the coordinator sees it."""
 
     def __init__(self, crowd: Crowd, number: int) -> None:
-        self.crowd, self.number, self.device = crowd, number, f"board-{number:05d}"
+        self.crowd, self.number, self.device = crowd, number, name(number)
         self.told = False  # whether the broker has its presence and profile
         self._told, self._tell_s, self._patience_s = -1, 0.0, RETELL_S
         self.client: Client

@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import psutil
 
-from fedquilt import bundle, tensors, wire
+from fedquilt import bundle, config, tensors, wire
 from fedquilt import methods as known
-from fedquilt.coordinator import settings
+from fedquilt.coordinator import limits, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.store import Store
@@ -246,14 +246,14 @@ def _run(
     broker, begun_s = MemoryBroker(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         home = Path(folder)
-        run = _queued(home, method, sites, rounds, features)
+        run = _queued(home, method, sites, agents, rounds, features)
         link = broker.connect()
         above = Above(link, home / "above", run)
         stack.callback(above.close)
         seats: list[tuple[MemoryLink, Endpoint]] = [(link, above)]
         made, numbers = [], dict[str, int]()
         for number in range(sites):
-            name = f"site-{number:02d}"
+            name = _site(number)
             store = stack.enter_context(Store(home / name, durable=False))
             store.lock()
             made.append(VirtualSite(broker, store, sites_root.FLEET, name))
@@ -292,7 +292,16 @@ def _missing(answers: Sequence[int], sites: int) -> int:
     return sum(max(sites - 1 - count, 0) for count in answers) + (sites - answers[-1])
 
 
-def _queued(home: Path, method: str, sites: int, rounds: int, features: int) -> str:
+def _site(number: int) -> str:
+    return f"site-{number:02d}"
+
+
+def _right(first: int, count: int) -> dict[str, Any]:
+    names = [protocol_boards.name(number) for number in range(first, first + count)]
+    return {"boards": names, "most": count}
+
+
+def _queued(home: Path, method: str, sites: int, agents: int, rounds: int, features: int) -> str:
     cohort = {"deadline_s": DEADLINE_S, "start_devices": sites, "quorum": (sites - 1) / sites}
     table = {"name": "bench", "method": method, "engine": "numpy", "rounds": rounds, "cohort": cohort}
     if method == STITCH:
@@ -301,7 +310,9 @@ def _queued(home: Path, method: str, sites: int, rounds: int, features: int) -> 
     else:
         model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
         bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
+    rights = {_site(number): _right(number * agents, agents) for number in range(sites)}
     with Store(home / "above", durable=False) as store:
+        (store.home / limits.FILE).write_text(config.text({"sites": rights}))
         return store.add(settings.parse(table), home / "bundle")
 
 

@@ -14,6 +14,7 @@ from typing import IO, Any, Final
 
 import msgspec
 
+from fedquilt.coordinator import limits
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import Committed
 from fedquilt.coordinator.server import Server
@@ -107,7 +108,7 @@ def main(home: str, run: str) -> int:
         if not store.lock():
             return 1
         executor = OverLink(link, FLEET, store.depot, store.next_epoch())
-        server = Server(executor, store, observe, only=run, worker=Here(LARGE_BYTES))
+        server = Server(executor, store, observe, only=run, worker=Here(LARGE_BYTES), limits=limits.load(store.home))
         while (turn := receive(sys.stdin.buffer, Turn)) is not None:
             link.inbox += [Message(*each) for each in turn.messages]
             due_s = server.step(turn.now_s)

@@ -23,16 +23,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedquilt import disk, enrolment
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import JobError, SiteRight, StoreError, WireError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.tools.identity import shapes
 from fedquilt.tools.identity.register import Issued, Kind, Register, stamp
-from fedquilt.transport import sealed
+from fedquilt.transport import handshake, sealed
 
 DAY_S: Final = 86400.0
 EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 AUTHORITY_DAYS: Final = 3650
-DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365}
+DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
 RESERVED: Final = frozenset({sealed.COORDINATOR})  # the user that the broker gives the coordinator's rights
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
@@ -41,6 +41,7 @@ _USE = {
     "coordinator": [_CLIENT, _SERVER],  # it is the broker's client, and the side that boards shake hands with
     "server": [_SERVER],
     "observer": [_CLIENT],
+    "site": [_CLIENT],
 }
 
 
@@ -136,6 +137,8 @@ class Authority:
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
+        if (site := next((site for site, right in self.sites(clock_s()) if right.covers(device)), None)) is not None:
+            raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
         if any(one.key_id == enrolment.key_id(key) and one.revoked_s is not None for one in known):
             raise JobError(
                 f"this key of {device} was revoked: remove device.key on the board, which then makes another"
@@ -151,6 +154,7 @@ class Authority:
         *,
         hosts: Sequence[str] = (),
         days: float | None = None,
+        right: SiteRight | None = None,
     ) -> Issued:
         """A certificate for a key, noted in the register (call within `register.together`).
 
@@ -177,10 +181,11 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(shapes.authority_id(self.cert), critical=False)
         )
-        if hosts:
-            builder = builder.add_extension(
-                x509.SubjectAlternativeName([shapes.host(one) for one in hosts]), critical=False
-            )
+        names = [shapes.host(one) for one in hosts]
+        if right is not None:
+            names.append(x509.UniformResourceIdentifier(handshake.right_uri(right)))
+        if names:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         if self.crl_url is not None:
             builder = builder.add_extension(shapes.points(self.crl_url), critical=False)
         cert = builder.sign(self._key, hashes.SHA256())
@@ -219,12 +224,19 @@ class Authority:
         return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
 
     def issue(
-        self, name: str, kind: Kind, now_s: float, *, hosts: Sequence[str] = (), days: float | None = None
+        self,
+        name: str,
+        kind: Kind,
+        now_s: float,
+        *,
+        hosts: Sequence[str] = (),
+        days: float | None = None,
+        right: SiteRight | None = None,
     ) -> tuple[Issued, bytes]:
         """A certificate and its new private key, PEM: for all who do not enrol.
 
         Raises:
-            JobError: a name or host that cannot be used, or a device's name.
+            JobError: a name or host that cannot be used, a device's name, or a right to speak for another's boards.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.together():
@@ -234,7 +246,27 @@ class Authority:
                 raise JobError(f"{name!r} is {one}'s name: take another, whose rights nobody else has")
             if (name in RESERVED) != (kind == "coordinator"):
                 raise JobError(f"the name {sealed.COORDINATOR!r} and the coordinator's rights belong together")
-            return self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days), shapes.pem_of_key(key)
+            if right is not None:
+                self._require_free(name, right, now_s)
+            made = self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
+            return made, shapes.pem_of_key(key)
+
+    def _require_free(self, name: str, right: SiteRight, now_s: float) -> None:
+        """Check that the boards of a site are neither enrolled devices nor boards of another site."""
+        known = (one for one in self.register.certificates() if one.revoked_s is None and one.ends_s > now_s)
+        if (taken := next((one for one in known if right.covers(one.name)), None)) is not None:
+            raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
+        for site, other in self.sites(now_s):
+            if site != name and right.overlaps(other):
+                raise JobError(
+                    f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
+                    f"`fedquilt ca revoke {site}`"
+                )
+
+    def sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
+        """Return the site and the right of each valid certificate. A site may hold several."""
+        known = [one for one in self.register.certificates() if one.kind == "site"]
+        return [(one.name, _right_of(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s]
 
     def observers(self, now_s: float) -> list[str]:
         """Names of those who may watch now."""
@@ -293,6 +325,15 @@ class Authority:
         pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
         enrolment.keep(path, pem, 0o644)
         return path
+
+
+def _right_of(pem: str) -> SiteRight:
+    names = x509.load_pem_x509_certificate(pem.encode()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    uris: list[str] = names.value.get_values_for_type(x509.UniformResourceIdentifier)
+    try:
+        return handshake.parse_right(uris[0])
+    except (IndexError, WireError) as error:
+        raise StoreError(f"a site's certificate in the register cannot be read ({error}): bring back a copy") from None
 
 
 def state(issued: Issued, now_s: float) -> str:

@@ -6,12 +6,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from fedquilt import disk, enrolment
-from fedquilt.core import JobError
+from fedquilt.core import JobError, SiteRight
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, state
 from fedquilt.tools.identity.desk import Desk
@@ -32,26 +32,50 @@ def init(folder: Path, name: str, crl_url: str | None) -> int:
     return 0
 
 
-def issue(folder: Path, name: str, hosts: Sequence[str], out: Path, days: float | None, observer: bool = False) -> int:
-    """A certificate and key for a server (with hosts), an observer or the coordinator, written into `out`."""
-    kind: Kind = "observer" if observer else "server" if hosts else "coordinator"
-    if kind == "observer" and hosts:
-        raise JobError(f"{name}: an observer is no server, and needs no --host")
+def issue(
+    folder: Path,
+    name: str,
+    hosts: Sequence[str],
+    out: Path,
+    days: float | None,
+    role: Literal["observer", "site"] | None = None,
+    boards: Sequence[str] = (),
+    most: int | None = None,
+) -> int:
+    """A certificate and key for a server (with hosts), an observer, a site or the coordinator, written into `out`."""
+    kind: Kind = role or ("server" if hosts else "coordinator")
+    if role is not None and hosts:
+        raise JobError(f"{name}: --role {role} is for no server: leave --host out")
+    if (role == "site") != bool(boards and most):
+        raise JobError(
+            f"{name}: a site's certificate, and no other, says which devices the site may speak for: --role site "
+            "--boards 'cam-*' --most-boards 40"
+        )
+    right = _right(boards, most) if boards and most else None
     if kind == "coordinator" and name not in RESERVED:
         raise JobError(
-            f"{name}: a server's certificate needs --host, an observer's --role observer; a device enrols "
+            f"{name}: a server's certificate needs --host, an observer's or a site's --role; a device enrols "
             f"(`fedquilt enrol token {name}`)"
         )
     authority = Authority(folder)
-    issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days)
+    issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days, right=right)
     with disk.doing(f"make {out}"):
         out.mkdir(parents=True, exist_ok=True)
     enrolment.keep(out / f"{name}.key", key, 0o600)
     enrolment.keep(out / f"{name}.crt", issued.pem.encode(), 0o644)
     print(f"{out / name}.crt and .key, until {stamp(issued.ends_s)}")
-    if observer:
+    if role == "observer":
         print("the broker's rules name each observer: `fedquilt broker config` again, copy them, reload the broker")
     return 0
+
+
+def _right(boards: Sequence[str], most: int) -> SiteRight:
+    try:
+        return msgspec.convert({"boards": boards, "most": most}, SiteRight)
+    except msgspec.ValidationError as error:
+        raise JobError(
+            f"--boards {', '.join(boards)} --most-boards {most}: {error}. A pattern is a name, or its beginning and *"
+        ) from None
 
 
 def listing(folder: Path, format: str) -> int:

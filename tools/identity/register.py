@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from fedquilt.core import JobError, StoreError
 from fedquilt.disk import PRIVATE
 
-Kind = Literal["device", "coordinator", "server", "observer"]
+Kind = Literal["device", "coordinator", "server", "observer", "site"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS certificate (

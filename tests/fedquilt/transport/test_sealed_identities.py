@@ -10,8 +10,9 @@ import pytest
 from certified import Certified
 from sealed_fleets import CLAIM, Fleet, Tampered, up
 
-from fedquilt.core import JobError
-from fedquilt.transport import sealed
+from fedquilt.core import JobError, SiteRight, WireError
+from fedquilt.transport import handshake, sealed
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import MemoryBroker, Message
 from fedquilt.transport.sealed_fleet import FleetLink
@@ -117,3 +118,26 @@ def test_a_coordinator_says_in_time_that_its_certificate_ends(
     fleet.broker.now_s += sealed.RENEW_S + 1.0
     fleet.run()
     assert "certificate has expired by the clock here, which says 20" in caplog.messages[-1]
+
+
+def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certificate(
+    fleet: Fleet, site: Certified
+) -> None:
+    """The name stays; a session by a certificate without the right ends the right."""
+    right = SiteRight(("cam-*", "door-7"), 40)
+    fleet.join("plant", Identity(Broker.parse("mqtts://localhost", **site.files("plant", "site", right=right))))
+    fleet.join("other")
+    fleet.run()
+    assert fleet.link.right_of("plant") == right
+    assert fleet.link.right_of("other") is None
+    fleet.identities["plant"] = Identity(site.broker("plant"))
+    fleet.join("plant")
+    fleet.run()
+    assert fleet.boards["plant"].connected
+    assert fleet.link.right_of("plant") is None
+
+
+@pytest.mark.parametrize("uri", ["fedquilt:site:", "fedquilt:site:x:cam-*", "fedquilt:site:0:a", "fedquilt:site:3:*a"])
+def test_a_right_that_cannot_be_read_is_none(uri: str) -> None:
+    with pytest.raises(WireError, match="cannot be read"):
+        handshake.parse_right(uri)

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import JobError, SiteRight, StoreError
 from fedquilt.edge_agent.enrol import signing_request
 from fedquilt.tools.identity.authority import DAY_S, Authority
 
@@ -174,3 +174,32 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
     assert len(crl.extensions) == (2 if url is None else 3)
     with pytest.raises(JobError, match="nothing was issued to 'orin-9'"):
         authority.revoke("orin-9", NOW_S)
+
+
+# -- sites ----------------------------------------------------------------------------------------
+
+
+def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: Authority) -> None:
+    """Neither for an enrolled device nor for a board of another site; the same site may get another right."""
+    with authority.register.together():
+        authority.sign("cam-1", "device", new_key().public_key(), NOW_S)
+    with pytest.raises(JobError, match="plant cannot speak for cam-1, which is a device here"):
+        authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    authority.issue("plant", "site", NOW_S, right=SiteRight(("door-*",), 4))
+    with pytest.raises(JobError, match="gate and plant could both speak for one board"):
+        authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+    authority.issue("plant", "site", NOW_S, right=SiteRight(("door-1",), 1))
+    with pytest.raises(JobError, match="gate and plant"):  # the first certificate is valid still
+        authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+    authority.revoke("plant", NOW_S)
+    authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+    assert authority.sites(NOW_S) == [("gate", SiteRight(("door-7",), 1))]
+
+
+def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: Authority) -> None:
+    authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    request = signing_request(new_key(), "cam-9")
+    with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):
+        authority.read_request(request, "cam-9")
+    authority.revoke("plant", NOW_S)
+    authority.read_request(request, "cam-9")

@@ -1,0 +1,203 @@
+"""Claims of devices, compared with what the coordinator knows. Pure.
+
+What a device says of itself is a claim. The table in docs/security.md lists each field of each message that devices
+send: verified, bounded or informational. The bounds are wide: they stop what no device can have done, not a device that
+lies by a factor of two.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fedquilt.coordinator import passed
+from fedquilt.coordinator.deadline import Ask
+from fedquilt.core import Profile, SiteRight, Update, UpdateError
+
+MOST_W: Final = 3000.0  # of any board
+UNKNOWN_W: Final = 1000.0  # of one whose profile has no watts
+LEAST_W: Final = 100.0  # that a profile's watts are taken for: a meter may cover more than they do
+WIDE: Final = 3.0  # times a profile's watts
+LEAST_FLOPS: Final = 1e6  # a second, that a board is taken for
+FASTER: Final = 10.0  # times as fast as its profile a board may be
+SPARE_S: Final = 60.0
+SPARE_BYTES: Final = 1 << 20
+MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
+MOST_EXAMPLES: Final = 10_000_000  # of a device, while few others have told how many they have
+USUAL: Final = 100.0  # times the median of a job's devices, that another one may count
+ENOUGH: Final = 3  # devices of which the median is used
+LATER_EPOCHS: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
+UNENTITLED: Final = (
+    "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. With "
+    "certificates, `fedquilt ca issue NAME --role site` grants the right; without, [sites.NAME] in limits.toml does"
+)
+
+
+class Bounds(NamedTuple):
+    """What the coordinator knows of a device when its update arrives."""
+
+    ask: Ask = Ask()  # of its task
+    limit_s: float = math.inf  # longest time that it can have worked on the task
+    examples: float = MOST_EXAMPLES  # most that a device of the job may count as
+    right: SiteRight | None = None  # None: it is no site
+
+
+class Weights(Struct):
+    """Weights of a job's devices: of each, that of its last update that counted."""
+
+    by_device: dict[str, float] = {}
+    ascending: list[float] = []
+
+    def note(self, update: Update) -> None:
+        """Keep the weight of an update. The boards of a site weigh their mean."""
+        if (before := self.by_device.get(update.device)) is not None:
+            del self.ascending[bisect_left(self.ascending, before)]
+        weight = self.by_device[update.device] = update.weight / max(len(update.boards), 1)
+        insort(self.ascending, weight)
+
+    def most(self, device: str, limit: int | None) -> float:
+        """Return the largest weight that a device may have.
+
+        Args:
+            device: The device, whose own weights do not count.
+            limit: The job's [cohort] max_examples, or None if the weights of the other devices decide.
+        """
+        if limit is not None:
+            return limit
+        own = self.by_device.get(device)
+        others = len(self.ascending) - (own is not None)
+        if others < ENOUGH:
+            return MOST_EXAMPLES
+        at = others // 2
+        if own is not None and bisect_left(self.ascending, own) <= at:
+            at += 1
+        return min(USUAL * max(self.ascending[at], 1.0), MOST_EXAMPLES)
+
+
+def verify_profile(profile: Profile, right: SiteRight | None) -> Profile:
+    """Return the profile with as many boards as the device has a right to."""
+    boards = min(profile.boards, right.most) if right is not None else 0
+    return profile if boards == profile.boards else replace(profile, boards=boards)
+
+
+def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
+    """Longest time in seconds that a board can have worked on a task.
+
+    Args:
+        waited_s: since it was asked, as far as this process knows.
+        deadline_s: of an attempt.
+        attempts: number of attempts so far.
+    """
+    return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
+
+
+def most_w(profile: Profile | None) -> float:
+    """Watts that a board can take at the most."""
+    said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
+    known = [watts for watts in said if watts is not None]
+    most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
+    return most * (max(profile.boards, 1) if profile else 1)
+
+
+def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
+    """Return the update without claims that cannot be, and a sentence about them, which is "" if there are none."""
+    usage, odd, ask, limit_s = update.usage, [], bounds.ask, bounds.limit_s
+    if usage.wall_s > limit_s:
+        odd.append(f"{usage.wall_s:.4g} s of work, and it was asked {limit_s:.4g} s ago at the most")
+        usage = replace(usage, wall_s=limit_s)
+    most_j = most_w(ask.profile) * limit_s
+    joules = max(usage.energy_j or 0.0, usage.idle_j or 0.0, usage.energy_error_j or 0.0)
+    if not joules <= most_j:
+        watts = most_w(ask.profile)
+        odd.append(f"{joules:.4g} J, and {watts:.4g} W for {limit_s:.4g} s are {most_j:.4g} J: not counted")
+        usage = replace(usage, energy_j=None, idle_j=None, energy_error_j=None)
+    sent = sum({ref.sha256: ref.size for ref in update.bundles.values()}.values())
+    for name, most in (("down_bytes", 2 * ask.bytes + SPARE_BYTES), ("up_bytes", sent)):
+        if (said := getattr(usage, name)) > most:
+            odd.append(f"{name} of {said}, and it was {most} at the most")
+            usage = replace(usage, **{name: most})
+    below = update.below
+    if (usage.examples or 0) > (most_examples := bounds.examples * (bounds.right.most if bounds.right else 1)):
+        odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
+        usage = replace(usage, examples=None)
+    most = MOST_BYTES * (bounds.right.most if bounds.right else 0)
+    if below is not None and max(below.down_bytes, below.up_bytes) > most:
+        odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
+        below = None
+    return (replace(update, usage=usage, below=below), "; ".join(odd)) if odd else (update, "")
+
+
+def require(update: Update, bounds: Bounds, *, work: bool) -> None:
+    """Check the weight and metrics of an update.
+
+    Args:
+        update: The update as the device sent it.
+        bounds: What is known of the device.
+        work: Whether the update is to be folded, and not of an evaluation alone.
+
+    Raises:
+        UpdateError: If the update cannot count.
+    """
+    if odd := sorted(name for name, value in update.metrics.items() if not math.isfinite(value)):
+        raise UpdateError(f"metric {odd[0]!r} is not a finite number")
+    for_boards = passed.of_site(update.bundles) or not work
+    most = bounds.examples * (bounds.right.most if bounds.right and for_boards else 1)
+    if not 0 <= update.metrics.get("check.examples", 0.0) <= most:
+        raise UpdateError(f"metric 'check.examples' is negative, or more than {most:g}")
+    if work:
+        _require_weight(update, most, update.usage.examples)
+        _require_speed(update, bounds)
+
+
+def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
+    """Check that a site may speak for the boards of its update, and that none counts for more than a device may.
+
+    Raises:
+        UpdateError: If the site has no right to do so.
+    """
+    right = bounds.right
+    if right is None:
+        raise UpdateError(f"{update.device} has no right to speak for other devices")
+    if len(parts) > right.most:
+        raise UpdateError(f"{update.device} speaks for {len(parts)} boards, and may speak for {right.most}")
+    if uncovered := right.uncovered(part.device for part in parts):
+        raise UpdateError(f"{update.device} has no right to speak for {', '.join(uncovered[:5])}")
+    for part in parts:
+        if part.weight > bounds.examples:
+            raise UpdateError(_too_heavy(part.device, part.weight, bounds.examples))
+    _require_weight(update, len(parts) * bounds.examples, None)
+
+
+def _require_weight(update: Update, most: float, told: int | None) -> None:
+    if not update.weight <= most:
+        raise UpdateError(_too_heavy(update.device, update.weight, most))
+    if told is not None and update.weight > max(told, 1):
+        raise UpdateError(f"{update.device} wants to count as {update.weight:g} examples and says that it has {told}")
+
+
+def _too_heavy(device: str, weight: float, most: float) -> str:
+    return (
+        f"{device} wants to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples if "
+        "it really has so many"
+    )
+
+
+def _require_speed(update: Update, bounds: Bounds) -> None:
+    """Check that a device can have worked through its examples at ten times the speed of its profile."""
+    ask, limit_s = bounds.ask, bounds.limit_s
+    each = ask.work.flops_per_example
+    speed = max((point.flops_per_s or 0.0 for point in ask.profile.points), default=0.0) if ask.profile else 0.0
+    if not each or not speed:
+        return
+    speed = max(speed, LEAST_FLOPS)
+    most = FASTER * speed * limit_s / each
+    if update.weight > most:
+        raise UpdateError(
+            f"{update.device} wants to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
+            f"have worked through {most / FASTER:.3g} in {limit_s:.4g} s"
+        )

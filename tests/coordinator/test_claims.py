@@ -1,0 +1,175 @@
+"""What a board can have done: never less than what an honest one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hostile_fields
+import msgspec
+import plain
+import pytest
+
+from fedquilt import profiles, wire
+from fedquilt.coordinator import claims, passed
+from fedquilt.coordinator.deadline import Ask
+from fedquilt.core import BlobRef, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
+
+PROFILE = plain.profile(engines=("numpy",))
+
+
+def of(*watts: float | None, idle_w: float | None = None) -> Profile:
+    points = tuple(OperatingPoint(name=f"{i}", busy_w=each, flops_per_s=1e9) for i, each in enumerate(watts))
+    return plain.profile(points=points, idle_w=idle_w)
+
+
+def update(**usage: float) -> Update:
+    return Update(
+        job="j",
+        round=0,
+        attempt=0,
+        device="a",
+        weight=1.0,
+        bundles={"m": BlobRef(sha256="0" * 64, size=50), "n": BlobRef(sha256="0" * 64, size=50)},
+        metrics={},
+        usage=Usage(**usage),
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "watts"),
+    [
+        (None, 1000.0),
+        (of(), 1000.0),
+        (of(15.0, None, 60.0), 180.0),
+        (of(5.0), 100.0),
+        (of(1e24), 3000.0),
+        (of(idle_w=50.0), 150.0),
+    ],
+)
+def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
+    """At least 100 W are believed, and never more than 3000."""
+    assert claims.most_w(profile) == watts
+
+
+def test_what_an_honest_board_claims_stays_as_it_is() -> None:
+    """Each claim just within its bound; the same object comes back."""
+    ask, limit_s = Ask(Work(), of(60.0), 1000), claims.time_s(10.0, 30.0, 1)
+    assert limit_s == 120.0
+    assert claims.time_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert claims.time_s(200.0, 30.0, 3) == 460.0
+    given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
+    assert claims.bound(given, claims.Bounds(ask, limit_s)) == (given, "")
+    assert claims.bound(given, claims.Bounds(ask, limit_s))[0] is given
+
+
+def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
+    """Joules that are wrong say nothing; bytes and seconds are bounded."""
+    found, odd = claims.bound(
+        update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
+        claims.Bounds(limit_s=120.0),
+    )
+    usage = found.usage
+    assert (usage.wall_s, usage.energy_j, usage.idle_j, usage.energy_error_j) == (120.0, None, None, None)
+    assert (usage.down_bytes, usage.up_bytes) == (1 << 20, 50)
+    assert odd.count(";") == 3
+
+
+@pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
+def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
+    """Each is held to the same bound by itself."""
+    found, odd = claims.bound(update(**{name: 1e24}), claims.Bounds(limit_s=120.0))
+    assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
+    assert "1e+24 J" in odd
+
+
+def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
+    """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
+    slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
+    bounds = claims.Bounds(Ask(Work(flops_per_example=1e6), slow), 120.0)
+    claims.require(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
+    with pytest.raises(UpdateError, match="at 1e\\+06 FLOP/s it can have worked through 120 in 120 s"):
+        claims.require(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
+    """A task that takes all of the longest time at the highest watts of the board's own table."""
+    watts = [point.busy_w.value for point in profiles.load(name).points if point.busy_w is not None]
+    if watts:
+        assert max(watts) <= claims.most_w(of(*watts))
+
+
+# -- sites and weights ----------------------------------------------------------------------------
+
+
+RIGHT = SiteRight(("cam-*", "door-7"), 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "said"),
+    [
+        (("cam-1", "door-7"), (10.0, 10.0), ""),
+        (("cam-1", "door-8"), (10.0, 10.0), "site has no right to speak for door-8"),
+        (("cam-1", "cam-2", "cam-3"), (1.0, 1.0, 1.0), "site speaks for 3 boards, and may speak for 2"),
+        (("cam-1", "cam-2"), (101.0, 0.0), "cam-1 wants to count as 101 examples, and 100 are the most"),
+        (("cam-1", "cam-2"), (0.0, 0.0), "site wants to count as 202 examples, and 200 are the most"),
+    ],
+)
+def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[float, ...], said: str) -> None:
+    parts = [passed.Part(name, weight) for name, weight in zip(names, weights, strict=True)]
+    given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
+    bounds = claims.Bounds(examples=100.0, right=RIGHT)
+    if not said:
+        return claims.require_boards(given, parts, bounds)
+    with pytest.raises(UpdateError, match=said):
+        claims.require_boards(given, parts, bounds)
+
+
+def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None:
+    said = msgspec.structs.replace(PROFILE, boards=5)
+    assert claims.verify_profile(said, None).boards == 0
+    assert claims.verify_profile(said, RIGHT).boards == 2
+    with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
+        claims.require_boards(update(), [], claims.Bounds())
+
+
+def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
+    """Its right makes no update of its own heavier."""
+    heavy = msgspec.structs.replace(update(), weight=101.0)
+    with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
+        claims.require(heavy, claims.Bounds(examples=100.0, right=RIGHT), work=True)
+
+
+def weighed(**weights: float) -> claims.Weights:
+    found = claims.Weights()
+    for device, weight in weights.items():
+        found.note(msgspec.structs.replace(update(), device=device, weight=weight))
+    return found
+
+
+def test_a_device_counts_as_a_hundred_others_at_most() -> None:
+    """Of the median of at least three others; its own weights raise nothing."""
+    assert weighed(a=10.0, b=20.0).most("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, c=3000.0).most("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).most("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).most("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, z=1.0).most("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, c=30.0).most("z", 7) == 7
+    again = weighed(a=10.0, b=20.0, c=30.0)
+    again.note(msgspec.structs.replace(update(), device="a", weight=50.0))
+    assert again.ascending == [20.0, 30.0, 50.0]
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_the_documented_table_has_each_field_that_a_device_sends() -> None:
+    """A new field needs a row that says whether it is verified, bounded or informational."""
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    section = text.split("## What a device claims\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]
+    documented = [(kind, name) for kind, names, *_ in rows[2:] for name in names.split(", ")]
+    assert sorted(documented) == sorted((kind.__name__, name) for kind, name in hostile_fields.fields())
+    assert {status for _, _, status, *_ in rows[2:]} == {"verified", "bounded", "informational"}
+    sent = {*wire.UP.values(), wire.Get, *(kind for leaf, kind in wire.BLOB.items() if leaf != "place")}
+    assert sent == set(hostile_fields.MESSAGES)  # "place" is the coordinator's

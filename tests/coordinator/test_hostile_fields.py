@@ -1,0 +1,177 @@
+"""A device puts any value into any field of its messages: the others' result stays, and the coordinator goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hostile_fields
+import msgspec
+import numpy as np
+import pytest
+from by_hand import Hand, Stage, ones
+
+from fedquilt import tensors, wire
+from fedquilt.coordinator import passed
+from fedquilt.coordinator.facts import Answered, Committed, Ended, Rejected
+from fedquilt.core import Contribution, OperatingPoint, Profile, Rates, Update, Usage, WireError
+from fedquilt.methods import fedavg, robust
+
+HONEST = ("a", "b", "c", "d", "e")
+LIAR = "z"
+COHORT = {"deadline_s": 5.0, "attempts": 50, "quorum": 0.8, "min_devices": 5, "start_devices": 6}
+Change = Callable[[Any], Any]
+
+
+class Liar:
+    """A device that changes what it says; what it does not change is as an honest device has it."""
+
+    def __init__(self, hand: Hand) -> None:
+        self.hand = hand
+        self.change: Change = lambda message: message
+
+    def say(self, leaf: str, message: Any, sha256: str = "") -> None:
+        """Publish a message, of a blob if that is given, unless it is larger than any message may be."""
+        topics = self.hand.topics
+        topic = topics.blob(LIAR, "up", sha256, leaf) if sha256 else topics.device(LIAR, "up", leaf)
+        with contextlib.suppress(WireError):
+            self.hand.link.publish(topic, wire.encode(self.change(message)))
+
+    def greet(self) -> None:
+        point = OperatingPoint(name="p", flops_per_s=1e9, busy_w=5.0, rates={"w": self.change(Rates(flops_per_s=1e9))})
+        profile = msgspec.structs.replace(self.hand.profile, points=(self.change(point),))
+        self.say("presence", wire.Presence(online=True, boot="1"))
+        self.say("profile", profile)
+        self.say("hello", wire.Hello())
+
+    def lie(self, speaks: bool) -> None:
+        """Say all that a device says during a round, the update last: for itself, or for two others."""
+        task = next(task for task in reversed(self.hand.tasks) if task)
+        of = {"job": task.job, "round": task.round, "attempt": task.attempt}
+        self.say("telemetry", wire.Telemetry(power_w=5.0, temperature_c=40.0))
+        self.say("installed", wire.Installed(rollout="r", kind="model", serial=1, phase="committed"))
+        self.say("claim", wire.Claim(**of, accepted=True))
+        self.say("progress", wire.Progress(**of, fraction=0.5))
+        if speaks:
+            parts = [self.change(passed.Part(name, 10.0, {}, ("model",))) for name in ("a", "b")]
+            given = [Contribution(p.device, task.round, p.weight, p.metrics, {"model": ones(7.0)}) for p in parts]
+            bundles = {name: self.hand.depot.put(tensors.encode(each)) for name, each in passed.bundled(given)}
+        else:
+            bundles = {"model": self.hand.depot.put(tensors.encode(ones(7.0)))}
+        bundles = {name: self.change(ref) for name, ref in bundles.items()}
+        sha256 = next(iter(bundles.values())).sha256
+        self.say("manifest", wire.Manifest(sha256=sha256, size=1, chunk=1024, digests=""), sha256)
+        self.say("missing", wire.Missing(sha256="0" * 64), sha256)
+        self.say("placed", wire.Placed(sha256=sha256), sha256)
+        self.say("blob/get", wire.Get(sha256=next(iter(task.bundles.values())).sha256, chunk=1024))
+        usage = self.change(Usage(wall_s=1.0))
+        update = Update(
+            **of,
+            device=LIAR,
+            weight=20.0 if speaks else 10.0,
+            bundles=bundles,
+            metrics={},
+            usage=usage,
+            state=task.state,
+        )
+        self.say("update", update)
+
+
+def play(folder: Path, changes: Sequence[Change], **table: Any) -> Stage:
+    """A job of a round for each change, which five devices work for, and a liar.
+
+    It answers for itself after the others, and in each second round before them for two of them.
+    """
+    stage = Stage(folder, rounds=len(changes), cohort=COHORT, **table)
+    honest = [stage.hand(name) for name in HONEST]
+    liar = Liar(stage.hand(LIAR))
+    stage.play(0.5)
+    for number, change in enumerate(changes):
+        liar.change = change
+        liar.greet()
+        stage.play(0.3)
+        if number % 2:
+            liar.lie(speaks=True)
+            stage.play(0.3)
+        for hand in honest:
+            hand.answer(ones(float(1 + HONEST.index(hand.name))), weight=10.0, usage=Usage(examples=10))
+        stage.play(0.3)
+        if not number % 2:
+            liar.lie(speaks=False)
+        stage.play(0.3)
+        for _ in range(40):
+            if len(stage.told(Committed)) > number:
+                break
+            stage.play(1.0)
+        stage.play(0.5)
+    return stage
+
+
+def require_right(stage: Stage, rounds: int, result: Callable[[float], list[float]], kind: type) -> None:
+    """Every honest update has counted in every round, and the liar's as one of a device at most.
+
+    Args:
+        stage: after its job.
+        rounds: number of the job's rounds.
+        result: gives what the last state may be, by the weight of the liar's update.
+        kind: of the state.
+    """
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.round for fact in stage.told(Committed)] == list(range(rounds))
+    assert not [fact for fact in stage.told(Rejected) if fact.device in HONEST]
+    for round in range(rounds):
+        updates = {fact.update.device: fact.update for fact in stage.told(Answered) if fact.round == round}
+        assert updates.keys() - {LIAR} == set(HONEST)
+        assert all(update.boards == () for update in updates.values())
+        weight = updates[LIAR].weight if LIAR in updates else 0.0
+        assert weight <= 1000.0
+    payload = stage.store.depot.load(stage.told(Committed)[-1].state.sha256)
+    assert payload is not None
+    bias = tensors.unpack(payload, kind).model["1.bias"]
+    assert any(np.allclose(bias, each) for each in result(weight)), (bias, weight)
+    stage.store.close()
+
+
+def mean(weight: float) -> list[float]:
+    return [(10.0 * (1 + 2 + 3 + 4 + 5) + 7.0 * weight) / (50.0 + weight)]
+
+
+def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
+    """Changes that set a field to its extreme values."""
+
+    def set_to(value: Any) -> Change:
+        return lambda message: msgspec.structs.replace(message, **{name: value}) if type(message) is kind else message
+
+    values = hostile_fields.extremes(kind, name)
+    values = values if len(values) <= most else random.Random(0).sample(values, most)
+    return [set_to(value) for value in values for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), list(hostile_fields.fields()), ids=lambda each: getattr(each, "__name__", each)
+)
+def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path: Path, kind: type, name: str) -> None:
+    """Each value in two rounds: in one the device answers for itself, in the other for two others."""
+    changes = of_field(kind, name)
+    require_right(play(tmp_path, changes), len(changes), mean, fedavg.State)
+
+
+def at_random(seed: int, rounds: int) -> list[Change]:
+    roll = random.Random(seed)
+    return [lambda message: hostile_fields.changed(message, roll, roll.choice((0.05, 0.3)))] * rounds
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tmp_path: Path, seed: int) -> None:
+    require_right(play(tmp_path, at_random(seed, 6)), 6, mean, fedavg.State)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_median_of_honest_devices_stays(tmp_path: Path, seed: int) -> None:
+    """That of five, or of these and the liar's one update."""
+    robust_job = {"method": "robust", "params": {"rule": "median"}}
+    changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
+    require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)
