@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, units
+from fedquilt import config, connections, units
 from fedquilt.core import JobError
 
 FILE: Final = "limits.toml"
@@ -48,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     submitter: Submitter = Submitter()
     retention: Retention = Retention()
+    http: connections.Limits = connections.Limits()  # of the server of blobs, and of the dashboard
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from fedquilt import extras
+from fedquilt.connections import Connections, Limits
 from fedquilt.core import JobError
+from fedquilt.http_server import Exchange, HttpServer, RefusedError
 
 log = logging.getLogger(__name__)
+
+
+LIMITS: Final = Limits(connections=32, per_address=16)  # scrapes are few and short
 
 
 class Family(NamedTuple):
@@ -40,12 +45,16 @@ def address(listen: str) -> tuple[str, int]:
 
 
 @contextmanager
-def served(listen: str | None, collect: Callable[[], Iterable[Family]]) -> Iterator[str]:
+def served(
+    listen: str | None, collect: Callable[[], Iterable[Family]], connections: Connections | None = None
+) -> Iterator[str]:
     """Serve what `collect` makes, and this process's own memory and CPU, while the body runs; yields where.
 
     Args:
         listen: "HOST:PORT", port 0 for any that is free; None: nothing is served.
-        collect: called in another thread for each request; what it raises is logged, and the request gets nothing.
+        collect: called in another thread for each request; what it raises is logged, and the request is answered
+            with 500.
+        connections: Limits on the connections, or None for LIMITS.
 
     Raises:
         JobError: no such address, one that is taken, or prometheus_client is not installed.
@@ -58,16 +67,36 @@ def served(listen: str | None, collect: Callable[[], Iterable[Family]]) -> Itera
     registry = client.CollectorRegistry()
     registry.register(_Collector(collect, extras.load("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
+    application = client.make_wsgi_app(registry)
+
+    def answer(exchange: Exchange) -> None:
+        if exchange.method not in ("GET", "HEAD") or exchange.path.partition("?")[0] not in ("/", "/metrics"):
+            raise RefusedError(404, "there are only GET /metrics and HEAD /metrics")
+        _answer(exchange, application)
+
     try:
-        server, thread = client.start_http_server(port, host, registry=registry)
+        server = HttpServer(host, port, answer, connections=Connections(LIMITS) if connections is None else connections)
     except OSError as error:
         raise JobError(f"metrics cannot be served at {listen}: {error.strerror}; choose another HOST:PORT") from None
+    server.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}/metrics"
+        yield f"http://{host}:{server.address[1]}/metrics"
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()
+
+
+def _answer(exchange: Exchange, application: Any) -> None:
+    """Answer by prometheus_client's WSGI application, which negotiates format and compression."""
+    path, _, query = exchange.path.partition("?")
+    environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
+    environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in exchange.headers.items()}
+    started: list[tuple[str, list[tuple[str, str]]]] = []
+    try:
+        body = b"".join(application(environment, lambda status, headers: started.append((status, headers))))
+    except Exception:  # logged by _Collector
+        raise RefusedError(500, "the metrics cannot be made: see the log") from None
+    status, headers = started[0]
+    exchange.answer(int(status.split()[0]), dict(headers), body)
 
 
 class _Collector:
@@ -84,7 +113,7 @@ class _Collector:
         """Families of this moment."""
         try:
             found = list(self._collect())
-        except Exception:  # ends in the server's thread, which fails this scrape alone and says nothing to the log
+        except Exception:
             log.exception("metrics cannot be made")
             raise
         for each in found:
