@@ -86,7 +86,7 @@ class Connections:
                     for each in self._open
                     if (not full or each.address == network)
                     and each.owner is None
-                    and (each.waits or of_address[each.address] > of_address[network] + 1)
+                    and (each.waits or of_address[each.address] > of_address[network])
                 ]
                 if not candidates:
                     return None

@@ -7,6 +7,8 @@ where they are served. They are served from a thread of their own: who reads the
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
@@ -19,6 +21,7 @@ from fedquilt.http_server import Exchange, HttpServer, RefusedError
 log = logging.getLogger(__name__)
 
 
+REUSE_S: Final = 0.5  # for which an answer is reused
 LIMITS: Final = Limits(connections=32, per_address=16)  # scrapes are few and short
 
 
@@ -67,15 +70,11 @@ def served(
     registry = client.CollectorRegistry()
     registry.register(_Collector(collect, extras.load("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
-    application = client.make_wsgi_app(registry)
-
-    def answer(exchange: Exchange) -> None:
-        if exchange.method not in ("GET", "HEAD") or exchange.path.partition("?")[0] not in ("/", "/metrics"):
-            raise RefusedError(404, "there are only GET /metrics and HEAD /metrics")
-        _answer(exchange, application)
-
+    answers = _Answers(client.make_wsgi_app(registry))
     try:
-        server = HttpServer(host, port, answer, connections=Connections(LIMITS) if connections is None else connections)
+        server = HttpServer(
+            host, port, answers.answer, connections=Connections(LIMITS) if connections is None else connections
+        )
     except OSError as error:
         raise JobError(f"metrics cannot be served at {listen}: {error.strerror}; choose another HOST:PORT") from None
     server.start()
@@ -85,18 +84,41 @@ def served(
         server.close()
 
 
-def _answer(exchange: Exchange, application: Any) -> None:
-    """Answer by prometheus_client's WSGI application, which negotiates format and compression."""
-    path, _, query = exchange.path.partition("?")
-    environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
-    environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in exchange.headers.items()}
-    started: list[tuple[str, list[tuple[str, str]]]] = []
-    try:
-        body = b"".join(application(environment, lambda status, headers: started.append((status, headers))))
-    except Exception:  # logged by _Collector
-        raise RefusedError(500, "the metrics cannot be made: see the log") from None
-    status, headers = started[0]
-    exchange.answer(int(status.split()[0]), dict(headers), body)
+class _Answers:
+    """Answers of prometheus_client's WSGI application, which negotiates format and compression.
+
+    Answers are made one at a time and reused for a moment, so that many clients cost no more time than a few.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application, self._lock = application, threading.Lock()
+        self._made: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
+
+    def answer(self, exchange: Exchange) -> None:
+        path, _, query = exchange.path.partition("?")
+        if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
+            raise RefusedError(404, "there are only GET /metrics and HEAD /metrics")
+        accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
+        with self._lock:
+            now_s = time.monotonic()
+            self._made = {key: made for key, made in self._made.items() if now_s < made[0] + REUSE_S}
+            key = (query, *accepted.values())
+            if key not in self._made:
+                status, headers, body = self._make(path, query, accepted)
+                self._made[key] = time.monotonic(), status, headers, body
+            _, status, headers, body = self._made[key]
+        exchange.answer(status, headers, body)
+
+    def _make(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
+        environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in accepted.items() if value}
+        started: list[tuple[str, list[tuple[str, str]]]] = []
+        try:
+            body = b"".join(self._application(environment, lambda status, headers: started.append((status, headers))))
+        except Exception:  # logged by _Collector
+            raise RefusedError(500, "the metrics cannot be made: see the log") from None
+        status, headers = started[0]
+        return int(status.split()[0]), dict(headers), body
 
 
 class _Collector:

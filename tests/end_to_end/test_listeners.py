@@ -236,6 +236,16 @@ def test_clients_of_one_address_that_never_read_leave_others_served(patient: Lis
     until(lambda: patient.status(FLOODER) == 200, "a place")
 
 
+def test_clients_of_many_addresses_that_never_read_leave_the_next_address_served(patient: Listener) -> None:
+    """More requests than are answered, sent at once; devices that have shown a token are few and known."""
+    if patient.large is None or "/blobs/" in patient.large:
+        pytest.skip("all answers of this listener are small, or only known devices get them")
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(patient.connect(f"127.0.1.{number + 1}", patient.large * 20, buffer=4096))
+        assert patient.status(OTHER) == 200
+
+
 def test_bodies_of_one_address_that_do_not_come_leave_others_served(patient: Listener) -> None:
     """Whether the listener waits for them or not."""
     with ExitStack() as stack:

@@ -52,7 +52,7 @@ def test_an_address_whose_requests_all_run_gets_no_further_place(places: Places)
 
 
 def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_that_has_none(places: Places) -> None:
-    """The oldest request of an address with most connections; an address with one has no right to a second place."""
+    """The oldest request of an address with most connections; an address with one gets none for a second one."""
     for address, name in (("10.0.0.1", "a1"), ("10.0.0.2", "b1"), ("10.0.0.1", "a2"), ("10.0.0.2", "b2")):
         places.work(address, name)
     assert places.enter("10.0.0.3", "c") is not None
