@@ -124,7 +124,7 @@ class Thread:
 
     def fds(self) -> Sequence[int]:
         """See `Worker`."""
-        return (self._wake,)
+        return () if self._thread is None else (self._wake,)
 
     def start(self, piece: Callable[[], T], then: Then[T]) -> None:
         """See `Worker`."""

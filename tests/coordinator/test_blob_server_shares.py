@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,3 +70,15 @@ def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(
             other.sendall(request(site.token, site.ref.sha256))
             assert answer_of(other)[0] == 200
         assert [each.recv(3) for each in transfers] == [b"TTP"] * 3
+
+
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a unit's TasksMax is reached. The connection's place is free again."""
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+            assert sock.recv(1) == b""
+    assert len(site.server._connections) == 0
+    assert site.get() == (200, PAYLOAD)
