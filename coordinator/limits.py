@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, units
+from fedquilt import config, connections, units
 from fedquilt.core import JobError, Name, SiteRight
 
 FILE: Final = "limits.toml"
@@ -51,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     submitter: Submitter = Submitter()
     retention: Retention = Retention()
     sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
+    http: connections.Limits = connections.Limits()  # of the server of blobs, and of the dashboard
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 

@@ -20,6 +20,7 @@ from fedquilt.coordinator.facts import Folded, Rounds
 from fedquilt.core import BlobRef, Bundle, Contribution, JobError, StoreError, Tensors, Update
 from fedquilt.disk import Disk, Found, Place, doing
 from fedquilt.on_disk import Scratch
+from fedquilt.open_file import DESCRIPTORS
 from fedquilt.wire import Claim
 
 WHOLE_BYTES: Final = 1 << 20  # tensors up to this are in memory as bytes when they are read or stored
@@ -47,11 +48,15 @@ class UnreadableError(StoreError):
         error: of the disk.
         again: sha256 of the blob, if it is made or asked for again once it is gone.
         place: what has to be on a disk that can be read, so that the job can go on.
+        lasts: whether the job waits as long as necessary, because no file descriptor is left.
     """
 
-    def __init__(self, what: str, error: StoreError, again: str = "", place: str = _HOME) -> None:
+    def __init__(
+        self, what: str, error: StoreError, again: str = "", place: str = _HOME, *, lasts: bool = False
+    ) -> None:
         super().__init__(f"{what} cannot be read: {error}")
         self.what, self.again, self.place = what, again, place
+        self.lasts = lasts or _lack_of_descriptors(error) is not None
 
     def mend(self, run: str) -> str:
         """What lets the run go on, as a sentence's end."""
@@ -68,6 +73,25 @@ def reading(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
         raise
     except StoreError as error:
         raise UnreadableError(what, error, again, place) from None
+
+
+def hold_of(error: BaseException) -> UnreadableError | None:
+    """Return the reason to hold a job for an error of the disk or a lack of file descriptors, or None."""
+    if isinstance(error, UnreadableError):
+        return error
+    if (lack := _lack_of_descriptors(error)) is None:
+        return None
+    why = StoreError(f"{lack.strerror}; raise the limit on open files (LimitNOFILE, ulimit -n)")
+    return UnreadableError("a file of the job", why, lasts=True)
+
+
+def _lack_of_descriptors(error: BaseException | None) -> OSError | None:
+    """Return the error behind an error that says that no file descriptor is left, or None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DESCRIPTORS:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _reading(what: str, ref: BlobRef, again: bool) -> AbstractContextManager[None]:

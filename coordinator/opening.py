@@ -103,8 +103,8 @@ class Opening:
     # -- jobs that do not go on --
 
     def _failed(self, row: Row, error: Exception, now_s: float) -> None:
-        if isinstance(error, UnreadableError):
-            return self.put_off(row, error, now_s)
+        if (hold := mending.hold_of(error)) is not None:
+            return self.put_off(row, hold, now_s)
         if isinstance(error, StoreError):
             raise error
         ended = facts.failed(error)
@@ -126,7 +126,7 @@ class Opening:
     def put_off(self, job: Row | Running, error: UnreadableError, now_s: float) -> None:
         """Take a job up again a little later, as the disk has failed; or give up what it did not give back."""
         ids = about(run=job.id)
-        if (tried := self._held.failed(job.id, error.what, now_s)) is not None:
+        if (tried := self._held.failed(job.id, error.what, now_s, counts=not error.lasts)) is not None:
             log.error("%s; %s is taken up again in %g s", error, job.id, unreadable.AGAIN_S, extra=ids)
             ahead_s = time.time() - now_s  # the wall clock is for people
             self._desk.store.holds.note(job.id, Hold(tried.since_s + ahead_s, tried.again_s + ahead_s, str(error)))

@@ -13,6 +13,7 @@ from fedquilt import open_metrics
 from fedquilt.blobs.carriers import HTTP, Carriers, Ended, Key
 from fedquilt.blobs.intake import Intake
 from fedquilt.blobs.store import Depot
+from fedquilt.connections import Connections, Limits
 from fedquilt.coordinator.blob_server import BlobServer
 from fedquilt.coordinator.object_store import Bucket
 from fedquilt.coordinator.stored import Stored
@@ -31,6 +32,7 @@ class Where:
         url: address by which boards reach that server; None: the host of `listen`.
         bucket: of an object store, with its keys; None: there is none.
         ca: authority of the store's certificate, beside those of the system.
+        limits: limits on the connections of its own server.
 
     Raises:
         JobError: an address is malformed, or boards cannot reach it.
@@ -40,6 +42,7 @@ class Where:
     url: str | None = None
     bucket: Bucket | None = None
     ca: Path | None = None
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         if self.listen is not None:
@@ -101,7 +104,7 @@ class Places(Carriers):
         self._base = ""
         if where.listen is not None:
             host, port = open_metrics.address(where.listen)
-            self._server = BlobServer(host, port, depot, allowed, self.tell, identity)
+            self._server = BlobServer(host, port, depot, allowed, self.tell, identity, Connections(where.limits))
             try:
                 self._base = where.base(self._server.port, sealed=identity is not None)
             except JobError:

@@ -373,8 +373,8 @@ class Serving:
 
     def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
-        if isinstance(error, mending.UnreadableError):
-            self.unreadable = error
+        if (hold := mending.hold_of(error)) is not None:
+            self.unreadable = hold
             return
         if isinstance(error, StoreError | MemoryError):
             raise error

@@ -33,14 +33,18 @@ class Waiting:
         """Whether a job is not to be taken up yet."""
         return job in self._tried and now_s < self._tried[job].again_s
 
-    def failed(self, job: str, what: str, now_s: float) -> Tried | None:
-        """Note that what a job needs could not be read; None: it is given up, and all is forgotten of the job."""
+    def failed(self, job: str, what: str, now_s: float, *, counts: bool = True) -> Tried | None:
+        """Note that what a job needs could not be read; None: it is given up, and all is forgotten of the job.
+
+        Without `counts` the job waits as long as necessary.
+        """
         known = self._tried.pop(job, None)
         if known is None or known.what != what or now_s >= known.again_s + NEW_S:
             known = Tried(what, 0, now_s, now_s)
-        if known.number + 1 >= TRIES:
+        number = known.number + counts
+        if number >= TRIES:
             return None
-        self._tried[job] = Tried(what, known.number + 1, known.since_s, now_s + AGAIN_S)
+        self._tried[job] = Tried(what, number, known.since_s, now_s + AGAIN_S)
         return self._tried[job]
 
     def forget(self, job: str) -> None:

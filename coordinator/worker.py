@@ -109,7 +109,7 @@ class Thread:
         self._ended: deque[tuple[Then[Any], Callable[[], Any]]] = deque()
         self._open = 0  # pieces whose results have not been taken
         self._closed = False
-        self._wake = -1
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
     @property
@@ -124,12 +124,11 @@ class Thread:
 
     def fds(self) -> Sequence[int]:
         """See `Worker`."""
-        return () if self._wake < 0 else (self._wake,)
+        return () if self._thread is None else (self._wake,)
 
     def start(self, piece: Callable[[], T], then: Then[T]) -> None:
         """See `Worker`."""
         if self._thread is None:
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
             self._thread.start()
         self._open += 1
@@ -137,9 +136,8 @@ class Thread:
 
     def finish(self, now_s: float) -> bool:
         """See `Worker`."""
-        if self._wake >= 0:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
         count = _finish(self._ended, now_s)
         self._open -= count
         return count > 0

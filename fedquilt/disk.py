@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 from fedquilt.core import StoreError
-from fedquilt.open_file import OpenFile, write_whole
+from fedquilt.open_file import DESCRIPTORS, OpenFile, open_descriptor, wait_for_descriptor, write_whole
 from fedquilt.open_file import Place as Place
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class Lock:
 class Disk:
     """Files as this process sees them.
 
+    Methods that open a file wait while the process or the system has no file descriptor left.
+
     Raises, from every method:
         OSError: as the operating system has it.
     """
@@ -89,7 +91,7 @@ class Disk:
     def entries(self, folder: Place) -> list[Found]:
         """What lies in a folder, in any order. A file that vanishes meanwhile is left out."""
         found = []
-        with os.scandir(folder) as entries:
+        with wait_for_descriptor(lambda: os.scandir(folder)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process was faster
                     found.append(_found(entry.name, entry.stat()))
@@ -112,12 +114,12 @@ class Disk:
 
     def opened(self, path: Place) -> int:
         """Descriptor of a file that is open for reading; the caller closes it."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
         """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
         view, have = memoryview(buffer), 0
-        with builtins.open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
             file.seek(offset)
             while size := file.readinto(view[have:]):  # 2 GiB at once at the most
                 have += size
@@ -125,7 +127,7 @@ class Disk:
 
     def pieces(self, path: Place) -> Iterator[memoryview]:
         """Read a file piece by piece; a piece holds until the next one is asked for."""
-        with builtins.open(path, "rb", buffering=0) as file:
+        with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
             buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
             while size := file.readinto(buffer):
                 yield buffer[:size]
@@ -133,7 +135,7 @@ class Disk:
     def data(self, path: Place) -> list[tuple[int, int]]:
         """Ranges of a sparse file that hold data: (start, end); the whole file if the system cannot list them."""
         found: list[tuple[int, int]] = []
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             at, size = 0, os.fstat(file).st_size
             while at < size:
@@ -159,7 +161,9 @@ class Disk:
             payload: all that it holds afterwards.
             new: the file must not exist yet.
         """
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._mode)
+        file = open_descriptor(
+            path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._mode
+        )
         try:
             write_whole(file, payload, 0)
         finally:
@@ -168,11 +172,11 @@ class Disk:
     def ensure(self, path: Place) -> None:
         """Make an empty file where there is none; one that is there stays as it is."""
         with suppress(FileExistsError):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode))
+            os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
         """Write a part of an existing file."""
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_whole(file, payload, offset)
         finally:
@@ -180,7 +184,7 @@ class Disk:
 
     def resize(self, path: Place, size: int) -> None:
         """Give a file this size, with holes where nothing was written; it is made if it does not exist."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         try:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
@@ -199,7 +203,7 @@ class Disk:
 
     def sync(self, path: Place) -> None:
         """Wait until what a file holds, or which names a folder holds, is on the disk."""
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(file)
         finally:
@@ -332,7 +336,7 @@ class Disk:
     def locked(self, path: Place) -> bool:
         """Whether somebody holds a lock on a file, this process included; nothing is made or changed."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
@@ -348,7 +352,7 @@ class Disk:
 
         `locked` of another process holds it for a moment, so that a few `tries` may be needed.
         """
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         for left in reversed(range(tries)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -359,8 +363,12 @@ class Disk:
         os.close(file)
         return None
 
-    def connect(self, path: Place) -> sqlite3.Connection:
+    def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
         """Open a database, in which every statement is a transaction of its own unless one is begun.
+
+        Args:
+            path: of the database.
+            any_thread: whether threads may use it, one at a time.
 
         Raises:
             sqlite3.Error: it cannot be opened.
@@ -368,11 +376,11 @@ class Disk:
         import sqlite3  # of no use to an agent
 
         self.ensure(path)  # SQLite gives its other files the same mode
-        return sqlite3.connect(path, timeout=10, isolation_level=None)
+        return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
 
     def _new(self, path: Place) -> BinaryIO:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return builtins.open(os.open(path, flags, self._mode), "wb")
+        return builtins.open(open_descriptor(path, flags, self._mode), "wb")
 
     @property
     def _mode(self) -> int:
@@ -396,7 +404,7 @@ def _found(name: str, status: os.stat_result) -> Found:
 
 def _unblocked(path: str, flags: int) -> int:
     """Open a file at once: if somebody has put a pipe in its place, reading fails instead of waiting for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open_descriptor(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _empty(folder: Place) -> None:
@@ -481,4 +489,6 @@ class doing(AbstractContextManager[None]):
         if isinstance(error, OSError):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             mend = self._when_full if full else "check the folder, its owner and the disk"
+            if error.errno in DESCRIPTORS:
+                mend = "raise the limit on open files (LimitNOFILE, ulimit -n)"
             raise StoreError(f"cannot {self._what}: {error.strerror}; {mend}") from None

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 Place: TypeAlias = str | Path
+T = TypeVar("T")
+
+log = logging.getLogger("fedquilt.disk")
+
+DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+WAIT_S: Final = 0.1  # between two attempts to get a file descriptor
+
+
+def wait_for_descriptor(open: Callable[[], T]) -> T:
+    """Return what `open` returns, and call it again while the process or the system has no file descriptor left."""
+    waited = False
+    while True:
+        try:
+            found = open()
+        except OSError as error:
+            if error.errno not in DESCRIPTORS:
+                raise
+            if not waited:
+                log.error("%s: waiting; raise the limit on open files (LimitNOFILE, ulimit -n)", error.strerror)
+            waited = True
+            time.sleep(WAIT_S)
+        else:
+            if waited:
+                log.warning("a file descriptor is free again")
+            return found
+
+
+def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
+    """Open a file as `os.open` does, and wait for a file descriptor."""
+    return wait_for_descriptor(lambda: os.open(path, flags, mode))
 
 
 class OpenFile:
@@ -20,7 +54,7 @@ class OpenFile:
     """
 
     def __init__(self, path: Place, mode: int) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
 
     def size(self) -> int:
         """Bytes that it holds."""

@@ -7,14 +7,22 @@ where they are served. They are served from a thread of their own: who reads the
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from fedquilt import extras
+from fedquilt.connections import Connections, Limits
 from fedquilt.core import JobError
+from fedquilt.http_server import Exchange, HttpServer, RefusedError
 
 log = logging.getLogger(__name__)
+
+
+REUSE_S: Final = 0.5  # for which an answer is reused
+LIMITS: Final = Limits(connections=32, per_address=16)  # scrapes are few and short
 
 
 class Family(NamedTuple):
@@ -40,12 +48,16 @@ def address(listen: str) -> tuple[str, int]:
 
 
 @contextmanager
-def served(listen: str | None, collect: Callable[[], Iterable[Family]]) -> Iterator[str]:
+def served(
+    listen: str | None, collect: Callable[[], Iterable[Family]], connections: Connections | None = None
+) -> Iterator[str]:
     """Serve what `collect` makes, and this process's own memory and CPU, while the body runs; yields where.
 
     Args:
         listen: "HOST:PORT", port 0 for any that is free; None: nothing is served.
-        collect: called in another thread for each request; what it raises is logged, and the request gets nothing.
+        collect: called in another thread for each request; what it raises is logged, and the request is answered
+            with 500.
+        connections: Limits on the connections, or None for LIMITS.
 
     Raises:
         JobError: no such address, one that is taken, or prometheus_client is not installed.
@@ -58,16 +70,55 @@ def served(listen: str | None, collect: Callable[[], Iterable[Family]]) -> Itera
     registry = client.CollectorRegistry()
     registry.register(_Collector(collect, extras.load("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
+    answers = _Answers(client.make_wsgi_app(registry))
     try:
-        server, thread = client.start_http_server(port, host, registry=registry)
+        server = HttpServer(
+            host, port, answers.answer, connections=Connections(LIMITS) if connections is None else connections
+        )
     except OSError as error:
         raise JobError(f"metrics cannot be served at {listen}: {error.strerror}; choose another HOST:PORT") from None
+    server.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}/metrics"
+        yield f"http://{host}:{server.address[1]}/metrics"
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()
+
+
+class _Answers:
+    """Answers of prometheus_client's WSGI application, which negotiates format and compression.
+
+    Answers are made one at a time and reused for a moment, so that many clients cost no more time than a few.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application, self._lock = application, threading.Lock()
+        self._made: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
+
+    def answer(self, exchange: Exchange) -> None:
+        path, _, query = exchange.path.partition("?")
+        if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
+            raise RefusedError(404, "there are only GET /metrics and HEAD /metrics")
+        accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
+        with self._lock:
+            now_s = time.monotonic()
+            self._made = {key: made for key, made in self._made.items() if now_s < made[0] + REUSE_S}
+            key = (query, *accepted.values())
+            if key not in self._made:
+                status, headers, body = self._make(path, query, accepted)
+                self._made[key] = time.monotonic(), status, headers, body
+            _, status, headers, body = self._made[key]
+        exchange.answer(status, headers, body)
+
+    def _make(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
+        environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in accepted.items() if value}
+        started: list[tuple[str, list[tuple[str, str]]]] = []
+        try:
+            body = b"".join(self._application(environment, lambda status, headers: started.append((status, headers))))
+        except Exception:  # logged by _Collector
+            raise RefusedError(500, "the metrics cannot be made: see the log") from None
+        status, headers = started[0]
+        return int(status.split()[0]), dict(headers), body
 
 
 class _Collector:
@@ -84,7 +135,7 @@ class _Collector:
         """Families of this moment."""
         try:
             found = list(self._collect())
-        except Exception:  # ends in the server's thread, which fails this scrape alone and says nothing to the log
+        except Exception:
             log.exception("metrics cannot be made")
             raise
         for each in found:

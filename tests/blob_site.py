@@ -12,6 +12,7 @@ from fedquilt import wire
 from fedquilt.blobs.carriers import Ended
 from fedquilt.blobs.intake import Intake
 from fedquilt.blobs.store import Depot
+from fedquilt.connections import Connections
 from fedquilt.coordinator.blob_server import BlobServer
 from fedquilt.core import BlobRef
 
@@ -20,7 +21,7 @@ PAYLOAD = noise(4 * CHUNK)
 
 
 class Site:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, connections: Connections | None = None) -> None:
         self.depot = Depot(folder / "c")
         self.ref = self.depot.put(PAYLOAD)
         self.refused: set[tuple[str, str]] = set()
@@ -31,6 +32,7 @@ class Site:
             self.depot,
             lambda device, sha256: (device, sha256) not in self.refused,
             self.ended.append,
+            connections=connections,
         )
         self.token = self.server.grant("a", self.ref)
 

@@ -6,7 +6,6 @@ import http.client
 import io
 import json
 import struct
-import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ class Client:
     """Asks a runner over one connection."""
 
     def __init__(self, server: Server) -> None:
-        self._connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+        self._connection = http.client.HTTPConnection(*server.address, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         self._connection.request(method, path, body, headers)
@@ -54,8 +53,7 @@ class Running:
         self.models = Models(models, threads=1)
         self.service = Service(self.models, models, size=100, **({"clock": clock} if clock else {}))
         self.server = Server(self.service, "127.0.0.1", 0)
-        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
-        self._thread.start()
+        self.server.start()
         self._clients: list[Client] = []
         self.client = self.connect()
 
@@ -66,9 +64,7 @@ class Running:
     def close(self) -> None:
         for client in self._clients:
             client.close()
-        self.server.shutdown()
-        self.server.server_close()
-        self._thread.join()
+        self.server.close()
 
 
 def digest(path: Path) -> str:

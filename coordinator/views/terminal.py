@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 import sys
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from fedquilt import columns, heap, methods, open_metrics, progress
+from fedquilt import columns, connections, heap, methods, open_metrics, progress
 from fedquilt.coordinator import eligibility, rollouts, sites
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
@@ -250,8 +251,11 @@ def coordinate(
     if limits.sites and site is not None:
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
     heap.keep_pieces()
+    connections.raise_descriptor_limit()
     noted = Boards(store.home)
-    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted, identity, where)
+    executor = NotedLink(
+        link, fleet, store.depot, store.next_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)
+    )
     store.note_signed(identity is not None)
     counts = Exposed(noted.known)
 

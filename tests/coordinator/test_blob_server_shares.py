@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from blob_site import PAYLOAD, Site, answer_of
 from two_sides import noise
 from waiting import until
 
-from fedquilt.coordinator import connections
-from fedquilt.coordinator.connections import Share
+from fedquilt.connections import Connections, Limits
+from fedquilt.coordinator.blob_server import PER_BOARD
 
 
 @pytest.fixture
@@ -43,32 +44,41 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: S
     large = [site.depot.put(noise(16_000_000, number)) for number in (1, 2)]
     tokens = [site.server.grant("greedy", ref) for ref in large]
     with ExitStack() as stack:
-        for number in range(connections.MOST["board"]):
+        for number in range(PER_BOARD):
             stack.enter_context(asking(site, tokens[number % 2], large[number % 2].sha256))
         refused = asking(site, tokens[0], large[0].sha256)
         said = answer_of(refused)[2]
         refused.close()
         assert said == b"you have 8 connections open here: let one end first"
         assert site.get() == (200, PAYLOAD)
-    until(lambda: not site.server._connections[Share("all")], "the places are free again")
+    until(lambda: not len(site.server._connections), "the places are free again")
     with asking(site, tokens[0], large[0].sha256) as sock:
         assert sock.recv(12) == b"TTP/1.1 200 "
 
 
-def test_an_address_takes_no_more_than_its_share_with_however_many_boards(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connections that have shown a token count too."""
-    monkeypatch.setitem(connections.MOST, "address", 3)
+def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path: Path) -> None:
+    """The address has no place for a fourth connection, and no transfer of its boards is ended for another one."""
+    site = Site(tmp_path, Connections(Limits(per_address=3)))
     ref = site.depot.put(noise(16_000_000, 1))
     with ExitStack() as stack:
-        for name in "xyz":
-            stack.enter_context(asking(site, site.server.grant(name, ref), ref.sha256))
-        fourth = stack.enter_context(socket.create_connection(("127.0.0.1", site.server.port), timeout=30))
-        with suppress(ConnectionError):  # it was closed with the request unread
-            fourth.sendall(request(site.token, site.ref.sha256))
-            assert fourth.recv(1) == b""
+        stack.callback(site.server.close)
+        transfers = [stack.enter_context(asking(site, site.server.grant(name, ref), ref.sha256)) for name in "xyz"]
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as fourth:
+            assert fourth.recv(12) == b"HTTP/1.1 503"
         other = socket.create_connection(("127.0.0.1", site.server.port), 30, source_address=("127.0.0.2", 0))
         with other:
             other.sendall(request(site.token, site.ref.sha256))
             assert answer_of(other)[0] == 200
+        assert [each.recv(3) for each in transfers] == [b"TTP"] * 3
+
+
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_next_one_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a unit's TasksMax is reached. The connection's place is free again."""
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
+            assert sock.recv(1) == b""
+    assert len(site.server._connections) == 0
+    assert site.get() == (200, PAYLOAD)

@@ -14,22 +14,22 @@ from fedquilt.coordinator import unreadable
 from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.worker import Here
-from fedquilt.core import Encoding
+from fedquilt.core import Encoding, JobError, Method
 from fedquilt.disk import Place, Private
 
 
 class Bad(Private):
     """A disk of which files with some names cannot be read, `left` times or for good."""
 
-    def __init__(self, *names: str, left: float = float("inf")) -> None:
-        self.names, self.left = set(names), left
+    def __init__(self, *names: str, left: float = float("inf"), code: int = errno.EIO) -> None:
+        self.names, self.left, self.code = set(names), left, code
         self.but = Path()  # folder whose files can be read
 
     def _ask(self, path: Place) -> None:
         at = Path(os.fspath(path))
         if at.name in self.names and self.left > 0 and self.but not in (at.parent, at) and self.is_file(path):
             self.left -= 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            raise OSError(self.code, os.strerror(self.code), str(path))
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         self._ask(path)
@@ -329,3 +329,47 @@ def test_failures_of_different_days_do_not_add_up() -> None:
     again = 3 * day_s * unreadable.TRIES
     tried = [waiting.failed("job", "a state", again + number) for number in range(unreadable.TRIES)]
     assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path: Path, code: int) -> None:
+    """Ten tries, where a disk that fails gets three; the job then goes on from its log."""
+    stage = Stage(tmp_path, rounds=2)
+    sha256 = second_round(stage)
+    stage.disk = Bad(sha256, code=code)
+    stage.restart()
+    wait(stage, 10)
+    assert stage.store.status(stage.job) == "running"
+    assert os.strerror(code) in str(stage.store.holds.of(stage.job))
+    stage.disk.left = 0
+    wait(stage)
+    stage.hands[0].answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    stage.store.close()
+
+
+def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path: Path) -> None:
+    """Also where the import's own error hides the reason behind another one."""
+    stage = Stage(tmp_path, rounds=1)
+    stage.restart()
+    opening = stage.server._opening
+    load, left = opening._load, [1] * 5
+
+    def lacking(name: str) -> Method:
+        if left:
+            left.pop()
+            try:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            except OSError:
+                raise JobError("no such method") from None
+        return load(name)
+
+    opening._load = lacking
+    wait(stage, 4)
+    assert len(left) == 0
+    assert os.strerror(errno.EMFILE) in str(stage.store.holds.of(stage.job))
+    wait(stage)
+    assert stage.store.holds.of(stage.job) is None
+    assert stage.store.status(stage.job) == "running"
+    stage.store.close()

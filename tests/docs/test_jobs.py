@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fedquilt import connections
 from fedquilt.coordinator import limits, settings
 from fedquilt.core import Encoding, SiteRight
 from fedquilt.data import images, inputs
@@ -33,6 +34,7 @@ def section(heading: str) -> str:
         (limits.Limits, "How a round goes", ""),
         (limits.Submitter, "How a round goes", "submitter."),
         (limits.Retention, "How a round goes", "retention."),
+        (connections.Limits, "How a round goes", "http."),
         (settings.Fleet, "[fleet]", ""),
         (DataSpec, "[data]", ""),
         (prepare.Donor, "[[donors]]", ""),
@@ -69,7 +71,12 @@ def test_no_key_is_told_that_is_not_there() -> None:
     kinds = (settings.Job, settings.Cohort, settings.Fleet, DataSpec, prepare.Donor, images.Input)
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
     known |= {field.name for field in msgspec.structs.fields(limits.Limits)}
-    tables = {"submitter": limits.Submitter, "retention": limits.Retention, "sites.NAME": SiteRight}
+    tables = {
+        "submitter": limits.Submitter,
+        "retention": limits.Retention,
+        "http": connections.Limits,
+        "sites.NAME": SiteRight,
+    }
     for table, kind in {
         **tables,
         "wire": Encoding,

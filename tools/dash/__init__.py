@@ -14,15 +14,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import disk, extras, open_metrics, systemd
+from fedquilt.connections import Connections, raise_descriptor_limit
+from fedquilt.coordinator import limits
 from fedquilt.core import JobError
 
 TOKEN: Final = "dash.token"  # noqa: S105  # a file's name
-CONNECTIONS: Final = 300  # of all kinds at once; further ones are answered with 503
 BACKLOG: Final = 128
 
 
 def main(
-    home: Path, listen: str, *, actions: bool, names: Collection[str] = (), say: Callable[[str], None] = print
+    home: Path,
+    listen: str,
+    *,
+    actions: bool,
+    names: Collection[str] = (),
+    say: Callable[[str], None] = print,
+    connections: Connections | None = None,
 ) -> None:
     """Serve the dashboard of a home until the process is told to end.
 
@@ -32,17 +39,22 @@ def main(
         actions: whether runs can be approved, stopped and resumed by whoever has the token.
         names: by which the dashboard may be called besides addresses and localhost.
         say: prints a line.
+        connections: limits on the connections, or None for those of the home's limits.toml.
 
     Raises:
-        JobError: no such address, one that is taken, or starlette and uvicorn are not installed.
+        JobError: no such address, one that is taken, a limits.toml that is malformed, or starlette and uvicorn are not
+            installed.
         StoreError: the token cannot be written.
     """
+    raise_descriptor_limit()
     uvicorn: Any = extras.load("uvicorn")
     extras.load("starlette")
+    from fedquilt.tools.dash import limited
     from fedquilt.tools.dash.app import Dash
     from fedquilt.tools.dash.guard import Door
     from fedquilt.tools.dash.watch import Watch
 
+    connections = Connections(limits.load(home).http) if connections is None else connections
     with contextlib.closing(_socket(listen)) as place:
         host, port = place.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -64,7 +76,7 @@ def main(
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                limit_concurrency=CONNECTIONS,
+                http=limited.protocol(connections),
                 timeout_graceful_shutdown=2,
             )
             server = uvicorn.Server(settings)
@@ -73,11 +85,12 @@ def main(
             for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
                 each.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_closing(server, watch))
+            late = asyncio.create_task(limited.close_late(connections, server))
             try:
                 await server.serve([place])
             finally:
                 watch.close()
-                await asyncio.gather(poll, reads, closing, return_exceptions=True)
+                await asyncio.gather(poll, reads, closing, late, return_exceptions=True)
                 watch.shut()
             poll.result()
             reads.result()

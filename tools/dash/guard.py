@@ -1,7 +1,7 @@
 """Who may ask a dashboard for what: the name it is called by, where a page comes from, and the token for actions.
 
-Pure functions of a request's headers. Reading needs no token; a page of somebody else's cannot read what is answered,
-as no header allows it, and is refused here all the same, so that it takes no place of those who watch.
+Pure functions of a request's headers. Reading needs no token, and links from other sites work. A page of another site
+cannot read the answers, as no header allows it. Requests that change something have to come from the dashboard's pages.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ def refusal(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bo
     Args:
         headers: of the request, with lower-case names.
         names: by which the dashboard may be called besides addresses and localhost.
-        acts: whether it asks for more than to read, for which a browser tells the page that it comes from.
+        acts: whether it changes something.
     """
     host = headers.get("host", "")
     if not _ours(host, names):
         return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --name"
+    if not acts:
+        return None
     origin = headers.get("origin")
-    if origin is None and acts:
+    if origin is None:
         return "a request to do something has to say which page it comes from (Origin)"
-    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+    if origin not in (f"http://{host}", f"https://{host}"):
         return "the request comes from a page of somebody else's"
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         return "the request comes from a page of somebody else's"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fedquilt import disk, enrolment
+from fedquilt import connections, disk, enrolment
 from fedquilt.core import JobError, SiteRight
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, state
@@ -128,7 +128,7 @@ def token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
 def listen(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
     """Be the enrolment endpoint."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
-
+    connections.raise_descriptor_limit()
     endpoint = Endpoint(Authority(folder), host, port, names, days=days)
     serve(endpoint, lambda line: print(line, flush=True))
     return 0

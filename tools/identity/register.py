@@ -64,7 +64,7 @@ class Token(NamedTuple):
 
 
 class Register:
-    """The register in a file, made where it is missing, readable by its owner alone.
+    """The register in a file, made where it is missing, readable by its owner alone. One thread at a time may use it.
 
     Raises:
         StoreError: it cannot be read or written.
@@ -72,7 +72,7 @@ class Register:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._db = PRIVATE.connect(path)
+            self._db = PRIVATE.connect(path, any_thread=True)
             try:
                 self._db.executescript(SCHEMA)
             except sqlite3.Error:

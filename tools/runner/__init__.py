@@ -6,13 +6,12 @@ import contextlib
 import errno
 import ipaddress
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from fedquilt import open_metrics
+from fedquilt import connections, open_metrics
 from fedquilt.core import DataError, JobError
 from fedquilt.tools.runner.models import Models
 from fedquilt.tools.runner.service import Service
@@ -52,6 +51,7 @@ def main(
         JobError: no such address, one that is taken or that others reach, or a package is missing.
         DataError: no such folder or camera, or the file of labels cannot be read.
     """
+    connections.raise_descriptor_limit()
     address = None if listen is None else _address(listen, anywhere)
     models = Models(place, None if labels is None else read_labels(labels), threads=threads)
     service = Service(models, place if place.is_dir() else None)
@@ -119,13 +119,11 @@ def _listening(service: Service, address: tuple[str, int], anywhere: bool) -> It
         taken = error.errno == errno.EADDRINUSE
         mend = "another program listens there; choose another port" if taken else "choose another address"
         raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {mend} with --http") from None
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
-    thread.start()
+    server.start()
     try:
         yield server.url
     finally:
-        server.shutdown()
-        server.server_close()
+        server.close()
         end_s = time.monotonic() + ENDING_S
         while server.busy and time.monotonic() < end_s:
             time.sleep(0.02)

@@ -321,7 +321,7 @@ class SimDisk(Disk):
         self._held.append(lock)
         return lock
 
-    def connect(self, path: Place) -> sqlite3.Connection:
+    def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
         """See `Disk`."""
         self._ask("read", path)
         return self.platter.database(str(path)).connect(self._ask)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import LIMIT_S, until
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -25,8 +24,7 @@ import classifiers
 from runners import Running, npy, npz, png
 
 from fedquilt.tools import runner
-from fedquilt.tools.runner import http as addresses
-from fedquilt.tools.runner.http import BODIES_MOST, CONNECTIONS
+from fedquilt.tools.runner.http import BODIES_MOST
 from fedquilt.tools.runner.models import Models
 from fedquilt.tools.runner.service import Service
 
@@ -71,10 +69,8 @@ def test_a_bad_body_is_refused_by_name(running: Running, name: str) -> None:
     assert running.service.failed == 1
 
 
-def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running, monkeypatch: Any) -> None:
+def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) -> None:
     """Content-Length decides; the sender reads the reason, with and without "Expect: 100-continue"."""
-    for name in ("LINGER_S", "LINGER_QUIET_S"):  # what a busy machine takes to send as much
-        monkeypatch.setattr(addresses, name, LIMIT_S)
     status, told = running.client.post(bytes(100 << 20))
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
@@ -87,24 +83,24 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running, 
     [
         (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\n\r\n", 411),
         (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 411),
-        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 411),
+        (b"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n", 400),
         (
             b"POST /v1/label HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 16777217\r\n\r\n",
             413,
         ),
         (b"GET /etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
         (b"POST /v1/else HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n", 404),
-        (b"DELETE /v1/health HTTP/1.1\r\nhost: localhost\r\n\r\n", 501),
+        (b"DELETE /v1/health HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no HTTP\r\n\r\n", 400),
         (b"GET /v1/health HTTP/1.1\r\nhost: evil.example\r\n\r\n", 403),
-        (b"GET /v1/health HTTP/1.1\r\nhost: 127.0.0.1\r\norigin: http://evil.example\r\n\r\n", 403),
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414),
+        (b"POST /v1/label HTTP/1.1\r\nhost: 127.0.0.1\r\norigin: http://evil.example\r\n\r\n", 403),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 431),
         (b'POST /v1/label HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{"id": 3}', 400),
     ],
 )
 def test_what_is_no_request_is_refused(running: Running, request_: bytes, status: int) -> None:
     """Whatever comes, the answer is JSON with a sentence."""
-    with socket.create_connection(running.server.server_address[:2], timeout=60) as line:
+    with socket.create_connection(running.server.address, timeout=60) as line:
         line.sendall(request_)
         line.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
@@ -151,15 +147,3 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
     go_on.set()
     thread.join()
     assert (waited, told) == (True, [200])
-
-
-def test_too_many_connections_are_refused_and_the_others_answered(running: Running) -> None:
-    """Beside 64 silent connections the next is told to try again; a connection that ends leaves a place."""
-    quiet = [socket.create_connection(running.server.server_address[:2], timeout=60) for _ in range(CONNECTIONS)]
-    until(lambda: running.server._places._value == 0, "all places taken")
-    with socket.create_connection(running.server.server_address[:2], timeout=60) as line:
-        assert line.recv(1000).startswith(b"HTTP/1.1 503 ")
-    for each in quiet:
-        each.close()
-    until(lambda: running.server._places._value > 0, "a place")
-    assert running.client.post(npy(classifiers.image(1)))[0] == 200

@@ -1,0 +1,326 @@
+"""Every listener of the product while somebody floods it: others are served, and afterwards everybody is."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import classifiers
+import dashes
+import pytest
+from blob_site import Site
+from two_sides import noise
+from waiting import until
+
+from fedquilt import enrolment, open_metrics
+from fedquilt.connections import Connections, Limits
+from fedquilt.coordinator.store import Store
+from fedquilt.open_metrics import Family
+from fedquilt.tools.identity.authority import Authority, clock_s
+from fedquilt.tools.identity.endpoint import Endpoint
+
+BODIES = (enrolment.ENROL, "/v1/classify", "/api/session")
+BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Length: 1000\n\n{{"
+ROOT = Path(__file__).parents[2]
+FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
+LIMITS = Limits(connections=8, per_address=4)
+SHORT, LONG = (0.5, 3.0), (3600.0, 3600.0)  # seconds for a header, and for a request
+HEAVY = [Family("fq_large", "gauge", "large", ("n",), [((f"{n:0600}",), 1.0) for n in range(10_000)])]
+
+
+class Listener:
+    """A listener with few places and short deadlines.
+
+    Args:
+        port: Port on 127.0.0.1.
+        request: Header of a request that is answered with 200.
+        large: Header of a request whose answer does not fit the buffers of a socket, or None if there is none.
+        context: TLS of a client, or None.
+    """
+
+    def __init__(
+        self, port: int, request: str, large: str | None = None, context: ssl.SSLContext | None = None
+    ) -> None:
+        self.port, self.request, self.large, self.context = port, request, large, context
+
+    def connect(self, address: str, sends: str = "", *, buffer: int | None = None) -> socket.socket:
+        """Return a connection from `address` that has sent the bytes of `sends` after the TLS handshake, if any."""
+        sock = socket.socket()
+        try:
+            if buffer is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            sock.settimeout(60)
+            sock.bind((address, 0))
+            sock.connect(("127.0.0.1", self.port))
+            if sends:
+                sock = self.context.wrap_socket(sock, server_hostname="127.0.0.1") if self.context else sock
+                sock.sendall(sends.replace("\n", "\r\n").encode())
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def status(self, address: str, request: str | None = None) -> int:
+        """Return the status of the answer to a request, or 0 if the connection ends without one."""
+        with suppress(OSError), self.connect(address, request or self.request) as sock:
+            return int(sock.recv(100).split()[1])
+        return 0
+
+
+def metrics(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+    place = stack.enter_context(open_metrics.served("127.0.0.1:0", lambda: HEAVY, connections))
+    request = "GET /metrics{} HTTP/1.1\nHost: x\n\n"
+    return Listener(int(re.findall(r":(\d+)/", place)[0]), request.format("?name[]=none"), request.format(""))
+
+
+def blobs(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+    site = Site(folder, connections)
+    stack.callback(site.server.close)
+    head = "GET /blobs/{} HTTP/1.1\nHost: x\nAuthorization: Bearer {}\n\n"
+    small, large = site.depot.put(b"small"), site.depot.put(noise(16_000_000, 1))
+    return Listener(
+        site.server.port,
+        head.format(small.sha256, site.server.grant("b", small)),
+        head.format(large.sha256, site.server.grant("a", large)),
+    )
+
+
+def enrolling(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+    authority = Authority.create(folder / "ca", "site", clock_s())
+    stack.callback(authority.register.close)
+    endpoint = Endpoint(authority, "127.0.0.1", 0, ["127.0.0.1"], connections=connections)
+    stack.callback(endpoint.close)
+    endpoint.start()
+    context = ssl.create_default_context(cafile=str(authority.folder / "ca.crt"))
+    return Listener(endpoint.port, f"GET {enrolment.CRL} HTTP/1.1\nHost: x\n\n", None, context)
+
+
+def runner(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+    from fedquilt.tools.runner.http import Server
+    from fedquilt.tools.runner.models import Models
+    from fedquilt.tools.runner.service import Service
+
+    models = Models(classifiers.written(folder / "a" / "model.onnx"), threads=1)
+    server = Server(Service(models, None), "127.0.0.1", 0, connections=connections)
+    stack.callback(server.close)
+    server.start()
+    return Listener(server.address[1], "GET /v1/health HTTP/1.1\nHost: 127.0.0.1\n\n")
+
+
+DASH = """
+import sys; from pathlib import Path
+from fedquilt.connections import Connections, Limits; from fedquilt.tools import dash
+dash.main(Path(sys.argv[1]), "127.0.0.1:0", actions=False, say=lambda line: print(line, flush=True),
+          connections=Connections(Limits(8, 4), header_s=float(sys.argv[2]), request_s=float(sys.argv[3])))
+"""
+
+
+def dashboard(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+    Store(folder).close()
+    dashes.add_boards(folder, dashes.names(15_000))
+    deadlines = [str(connections._header_s), str(connections._request_s)]
+    command = [sys.executable, "-c", DASH, str(folder), *deadlines]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    assert process.stdout is not None
+    stack.callback(process.stdout.close)
+    port = int(re.findall(r":(\d+)/", process.stdout.readline())[0])
+    return Listener(port, "GET / HTTP/1.1\nHost: 127.0.0.1\n\n", "GET /api/events HTTP/1.1\nHost: 127.0.0.1\n\n")
+
+
+LISTENERS: dict[str, Callable[[Path, ExitStack, Connections], Listener]] = {
+    "metrics": metrics,
+    "blobs": blobs,
+    "enrolment": enrolling,
+    "runner": runner,
+    "dashboard": dashboard,
+}
+PACKAGES = {"runner": ("onnx", "onnxruntime"), "dashboard": ("uvicorn",), "metrics": ("prometheus_client",)}
+FILES = {"fedquilt/http_server.py", "tools/dash/__init__.py"}  # with sockets of HTTP listeners
+OTHERS = {"edge_agent/clocks/helper.py"}  # a socket in a folder of root's, with limits of its own
+
+
+def made(name: str, folder: Path, deadlines: tuple[float, float]) -> Iterator[Listener]:
+    for package in PACKAGES.get(name, ()):
+        pytest.importorskip(package)
+    with ExitStack() as stack:
+        connections = Connections(LIMITS, header_s=deadlines[0], request_s=deadlines[1])
+        yield LISTENERS[name](folder / "listener", stack, connections)
+
+
+@pytest.fixture(params=LISTENERS)
+def patient(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+    """A listener that ends nothing by a deadline in the time of a test."""
+    yield from made(request.param, tmp_path, LONG)
+
+
+@pytest.fixture(params=LISTENERS)
+def strict(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+    """A listener with short deadlines."""
+    yield from made(request.param, tmp_path, SHORT)
+
+
+@contextmanager
+def flood(
+    listener: Listener, count: int, sends: str = "", *, buffer: int | None = None
+) -> Iterator[list[socket.socket]]:
+    """Connections of one address, as many of `count` as the listener takes."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            with suppress(OSError):
+                found.append(stack.enter_context(listener.connect(FLOODER, sends, buffer=buffer)))
+        yield found
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the listener has ended a connection, of which at most an answer is left to read."""
+    with suppress(OSError):
+        while sock.recv(1 << 20):
+            pass
+    return True
+
+
+def test_every_socket_that_listens_is_one_of_these() -> None:
+    """A new listener needs limits, and a place in this test."""
+    listens = re.compile(r"create_server\(|\.listen\([A-Z_]+\)|HTTPServer\(\(|start_http_server|start_server\(")
+    files = [
+        path
+        for folder in ("fedquilt", "coordinator", "edge_agent", "models", "tools")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    found = {
+        str(path.relative_to(ROOT)) for path in files if listens.search(path.read_text()) and "bench" not in path.parts
+    }
+    assert {each for each in found if not each.startswith("fedquilt/coordinator")} - OTHERS == FILES
+
+
+def test_idle_connections_of_one_address_leave_others_served(patient: Listener) -> None:
+    """Twice as many as there are places; other clients of that address are served too."""
+    with flood(patient, 16):
+        assert patient.status(OTHER) == 200
+        assert patient.status(FLOODER) == 200
+    assert patient.status(FLOODER) == 200
+
+
+def test_half_open_requests_of_one_address_leave_others_served(patient: Listener) -> None:
+    """After the TLS handshake, where there is one."""
+    with flood(patient, 16, "GET / HTTP/1.1\nHost: 127.0.0.1\nX: "):
+        assert patient.status(OTHER) == 200
+        assert patient.status(FLOODER) == 200
+    assert patient.status(FLOODER) == 200
+
+
+def test_idle_connections_of_many_addresses_leave_the_next_address_served(patient: Listener) -> None:
+    """The oldest gives its place to who comes."""
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(patient.connect(f"127.0.1.{number + 1}"))
+        assert patient.status(OTHER) == 200
+
+
+def test_clients_of_one_address_that_never_read_leave_others_served(patient: Listener) -> None:
+    """The answers do not fit the buffers of a socket, or do not end."""
+    if patient.large is None:
+        pytest.skip("all answers of this listener are small")
+    with flood(patient, 16, patient.large, buffer=4096):
+        assert patient.status(OTHER) == 200
+    until(lambda: patient.status(FLOODER) == 200, "a place")
+
+
+def test_clients_of_many_addresses_that_never_read_leave_the_next_address_served(patient: Listener) -> None:
+    """More requests than are answered, sent at once; devices that have shown a token are few and known."""
+    if patient.large is None or "/blobs/" in patient.large:
+        pytest.skip("all answers of this listener are small, or only known devices get them")
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(patient.connect(f"127.0.1.{number + 1}", patient.large * 20, buffer=4096))
+        assert patient.status(OTHER) == 200
+
+
+def test_bodies_of_one_address_that_do_not_come_leave_others_served(patient: Listener) -> None:
+    """Whether the listener waits for them or not."""
+    with ExitStack() as stack:
+        for path in BODIES:
+            stack.enter_context(flood(patient, 8, BODY.format(path)))
+        assert patient.status(OTHER) == 200
+    until(lambda: patient.status(FLOODER) == 200, "a place")
+
+
+def test_a_huge_header_is_refused(patient: Listener) -> None:
+    """A megabyte of header is not read to its end."""
+    huge = f"GET / HTTP/1.1\nHost: 127.0.0.1\nX: {'x' * 1_000_000}\n\n"
+    assert patient.status(FLOODER, huge) in (0, 400, 431)
+    assert patient.status(OTHER) == 200
+
+
+def test_connections_beyond_all_places_end_without_a_traceback(
+    patient: Listener, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the listener was doing for them."""
+    with flood(patient, 40, BODY.format("/v1/classify")), flood(patient, 40, patient.large or "GET "):
+        assert patient.status(OTHER) == 200
+    until(lambda: patient.status(FLOODER) == 200, "a place")
+    said = "".join((caplog.text, *capfd.readouterr()))
+    assert "Traceback" not in said
+
+
+def test_half_open_requests_are_ended_by_a_deadline(strict: Listener) -> None:
+    """Though each of them still sends a byte of its header now and then."""
+    with strict.connect(FLOODER, "GET / HTTP/1.1\nHost: 127.0.0.1\nX: ") as sock:
+
+        def sent() -> bool:
+            try:
+                sock.sendall(b"x")
+                sock.setblocking(False)
+                return sock.recv(1000) == b""
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return False
+            except OSError:
+                return True
+            finally:
+                sock.setblocking(True)
+
+        until(sent, "the end of the connection")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(strict: Listener) -> None:
+    """The listener answers at once or ends the connection by a deadline."""
+    for path in BODIES:
+        with strict.connect(FLOODER, BODY.format(path)) as sock:
+            assert ended(sock)
+
+
+def test_a_connection_serves_requests_and_does_not_wait_for_ever_for_the_next_one(strict: Listener) -> None:
+    """Blobs alone have a connection for each request."""
+    with strict.connect(FLOODER, strict.request) as sock:
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        answer.read()
+        assert answer.status == 200
+        assert answer.getheader("connection") == (
+            "close" if "/blobs/" in strict.request else answer.getheader("connection")
+        )
+        assert ended(sock)
+
+
+def test_a_client_that_reads_slowly_loses_its_connection(strict: Listener) -> None:
+    """The rest of an answer is not kept for it."""
+    if strict.large is None or "/blobs/" in strict.large or "/api/" in strict.large:
+        pytest.skip("answers of this listener are small, or are limited by their pace")
+    with strict.connect(FLOODER, strict.large, buffer=4096) as sock:
+
+        def lost() -> bool:
+            with suppress(OSError):
+                return sock.recv(64) == b""
+            return True
+
+        until(lost, "the end of the connection")
