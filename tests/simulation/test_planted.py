@@ -12,15 +12,21 @@ from msgspec.structs import replace
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import admission
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.coordinator import admission, facts, job
 from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.facts import AnyFact, Committed, Rounds
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
+from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.serving import Serving
-from fedquilt.core import BlobRef
-from fedquilt.disk import Place
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, Profile
+from fedquilt.disk import Place, doing
+from fedquilt.edge_agent import plan
+from fedquilt.edge_agent.events import Say
+from fedquilt.edge_agent.state import Local
 from fedquilt.testing.faults import search
 from fedquilt.testing.faults.database import Connection
 from fedquilt.testing.faults.disk import SimDisk
@@ -156,6 +162,120 @@ def a_task_that_stays_due(patch: Patch) -> None:
     patch.setattr(Issues, "due", due)
 
 
+def an_event_before_its_blobs(patch: Patch) -> None:
+    """Events are written before the blobs that they name are synced."""
+
+    def write(self: Store, rows: Any) -> None:
+        if rows:
+            with self._writing():
+                self._rows.append(rows)
+            self.depot.settle()
+
+    patch.setattr(Store, "_write", write)
+
+
+def a_refusal_kept_after_a_commit(patch: Patch) -> None:
+    """A device that declined in one round is not selected in the next one."""
+    plain = facts._cleared
+    patch.setattr(facts, "_cleared", lambda state, round: replace(plain(state, round), declined=state.declined))
+
+
+def an_epoch_used_again(patch: Patch) -> None:
+    """A coordinator that starts again takes the epoch of the start before."""
+    plain = Store.next_epoch
+
+    def next_epoch(self: Store, above: int = 0) -> int:
+        return self._epoch() or plain(self, above)
+
+    patch.setattr(Store, "next_epoch", next_epoch)
+
+
+def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
+    """A restarted coordinator counts the deadline of the running attempt from its own start."""
+    plain = job.taken_up
+    patch.setattr(job, "taken_up", lambda state, now_s: replace(plain(state, now_s), opened_s=now_s))
+
+
+def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
+    """A task that waits for its device's profile is not sent when the profile arrives."""
+    plain = Server._said
+
+    def said(self: Server, device: str, message: Any, now_s: float) -> None:
+        if isinstance(message, Profile):
+            return self.registry.profile(device, message)
+        return plain(self, device, message, now_s)
+
+    patch.setattr(Server, "_said", said)
+
+
+def a_round_check_off_by_one(patch: Patch) -> None:
+    """An update of the round before counts in the running round."""
+    plain = admission._offered
+
+    def offered(job: str, state: Any, arriving: Any, event: admission.Offered) -> admission.Step:
+        if state is not None and event.update.round + 1 == state.round and event.device in state.asked:
+            event = replace(event, update=replace(event.update, round=state.round))
+        return plain(job, state, arriving, event)
+
+    patch.setattr(admission, "_offered", offered)
+
+
+def an_outbox_removed_too_early(patch: Patch) -> None:
+    """A device removes its update from the outbox before it notes that the update counts."""
+    settled = Local.settle
+
+    def settle(self: Local, key: Any, accepted: bool, counted: Any) -> None:
+        folder = self._folder(key)
+        with doing(f"settle {folder}"):
+            if self._left_in(folder) is None:
+                self._remove(folder)
+        return settled(self, key, accepted, counted)
+
+    patch.setattr(Local, "settle", settle)
+
+
+def a_refusal_kept_by_its_device(patch: Patch) -> None:
+    """A device repeats its refusal of a task in later attempts at the round."""
+    plain, cleared = plan._arrived, plan._cleared
+
+    def arrived(state: Any, event: Any, now_s: float, reading: Any) -> Any:
+        last, task = state.refusal, event.task
+        if last is not None and (last.job, last.round) == (task.job, task.round):
+            return state, (Say(replace(last, attempt=task.attempt)),)
+        return plain(state, event, now_s, reading)
+
+    def keep(state: Any) -> Any:
+        after, actions = cleared(state)
+        return replace(after, refusal=state.refusal), actions
+
+    patch.setattr(plan, "_arrived", arrived)
+    patch.setattr(plan, "_cleared", keep)
+
+
+def a_retained_task_that_stays(patch: Patch) -> None:
+    """The task of a device is withdrawn without clearing the message that the broker retains."""
+    patch.setattr(Issues, "withdraw", lambda self, device: self._open.pop(device, None))
+
+
+def blobs_without_a_pin(patch: Patch) -> None:
+    """The state and the stored sum of a job are not protected from being dropped."""
+    patch.setattr(Running, "pinned", lambda self: set())
+
+
+def a_failed_fetch_that_is_remembered(patch: Patch) -> None:
+    """A blob that could not be fetched counts as being fetched from then on."""
+    plain = Transfers._end
+
+    def end(self: Transfers, key: Any, error: str | None) -> None:
+        ref = self._wanted[key]
+        plain(self, key, error)
+        if error is not None and not self._depot.has(ref):
+            self._wanted[key] = ref
+            self._askers.setdefault(key[1], {})[key] = None
+
+    patch.setattr(Transfers, "_end", end)
+
+
 PLANTS: tuple[Callable[[Patch], None], ...] = (
     no_sync,
     no_sync_of_the_log,
@@ -169,6 +289,17 @@ PLANTS: tuple[Callable[[Patch], None], ...] = (
     no_chunk_hash,
     no_blob_hash,
     an_acknowledgement_before_the_record,
+    an_event_before_its_blobs,
+    a_refusal_kept_after_a_commit,
+    an_epoch_used_again,
+    a_deadline_by_the_clock_of_the_process,
+    a_late_profile_that_wakes_nobody,
+    a_round_check_off_by_one,
+    an_outbox_removed_too_early,
+    a_refusal_kept_by_its_device,
+    a_retained_task_that_stays,
+    blobs_without_a_pin,
+    a_failed_fetch_that_is_remembered,
 )
 ALL_AWAY = "devices=2 rounds=2 deadline_s=15.0 cut:dev-0,1.5,90.0,1 cut:dev-1,1.5,90.0,1"  # longer than cuts are drawn
 

@@ -33,6 +33,11 @@ class Database:
         self._open.append(made)
         return made
 
+    @property
+    def synced(self) -> bool:
+        """Whether no commit so far could be lost by a power failure."""
+        return self.unsynced is None and all(connection.synchronous for connection in self._open)
+
     def wal_bytes(self) -> int:
         """Size of the write-ahead log."""
         try:

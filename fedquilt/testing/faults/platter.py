@@ -143,8 +143,9 @@ class Platter:
         return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
 
     def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
-        """Have the contents of a copy; no process may be running."""
+        """Have the contents of a copy, synced. No process may be running."""
         self.top = copied[0]
+        _sync_all(self.top)
         self.changes.clear()
         for path, image in copied[1].items():
             self.databases[path].restore(image)
@@ -167,6 +168,15 @@ class Platter:
             elif isinstance(node, File) and (node.safe is None or node.safe is not node.data):
                 self.lost += 1
                 node.data = node.safe = torn(node.safe or b"", node.data, roll)
+
+
+def _sync_all(folder: Folder) -> None:
+    folder.safe = dict(folder.names)
+    for node in folder.names.values():
+        if isinstance(node, Folder):
+            _sync_all(node)
+        elif isinstance(node, File):
+            node.safe = node.data
 
 
 def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
