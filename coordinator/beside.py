@@ -10,15 +10,15 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fedquilt.coordinator import admission, facts, mending, rounds
 from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.folding import blobs, size_of
+from fedquilt.coordinator.garbage import GarbageCollector
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.leftovers import Leftovers
-from fedquilt.coordinator.worker import Worker, outcome
+from fedquilt.coordinator.worker import Then, Worker, outcome
 from fedquilt.core import Profile, Update
 from fedquilt.logs import about
 
@@ -32,7 +32,7 @@ class Served(Protocol):
 
     job: Running
     arriving: dict[str, Update]
-    leftovers: Leftovers
+    garbage: GarbageCollector
 
     @property
     def over(self) -> bool:
@@ -58,6 +58,7 @@ class Beside:
     Args:
         served: the job.
         worker: for what is large.
+        start: gives the worker a work item, as `Desk.start` does.
         executor: that brings the updates.
         left: whether the coordinator has let go of the job.
     """
@@ -66,10 +67,11 @@ class Beside:
         self,
         served: Served,
         worker: Worker,
+        start: Callable[[Callable[[], Any], Then[Any]], None],
         executor: Executor,
         left: Callable[[], bool],
     ) -> None:
-        self._served, self._worker, self._executor, self._left = served, worker, executor, left
+        self._served, self._worker, self._start, self._executor, self._left = served, worker, start, executor, left
         self._summing = False  # whether the worker folds or commits
         self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
         self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
@@ -153,7 +155,7 @@ class Beside:
             held_s = self._executor.held_s(device) if self._offered.pop(device, None) == update else 0.0
             if now_s < self._due_s + held_s:
                 self._in_time.add(device)
-            self._worker.start(examining, partial(self._examined, device, update))
+            self._start(examining, partial(self._examined, device, update))
         else:
             self._count(device, examining, now_s)
 
@@ -183,10 +185,10 @@ class Beside:
         """Have the updates that count folded as they come, where they are large."""
         if self._large and not self._summing and self._served.job.waits_to_fold():
             self._summing = True
-            self._worker.start(self._served.job.folding(self._worker.stored_at), self._folded)
+            self._start(self._served.job.folding(self._worker.stored_at), self._folded)
 
     def _folded(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
-        """Note that a sum is stored, and drop what is in it."""
+        """Note that a sum is stored, and release what is in it."""
         self._summing = False
         before = self._served.job.rounds
         if self._gone:
@@ -195,11 +197,8 @@ class Beside:
         if fact is not None:
             self._served.record(fact, now_s)
         if isinstance(fact, facts.Folded):
-            waiting = [update for device, update in before.answered.items() if device not in fact.devices]
             done = blobs(before.answered[device] for device in fact.devices)
-            done |= {before.folded.sum.sha256} if before.folded else set()
-            kept = blobs([*waiting, *self._served.arriving.values()])
-            self._served.leftovers.drop(done - kept - self._served.job.sent())
+            self._served.garbage.add(done | ({before.folded.sum.sha256} if before.folded else set()), soon=True)
 
     def commit(self, now_s: float) -> bool:
         """Have the round's state made and stored; True: that is done."""
@@ -208,7 +207,7 @@ class Beside:
         committing = self._served.job.committing(now_s)
         if self._large:
             self._summing = True
-            self._worker.start(committing, self._committed)
+            self._start(committing, self._committed)
             return False
         with self._executor.tended():  # a method may compute for longer than a broker waits for a word
             result = outcome(committing)

@@ -91,6 +91,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def in_use(self) -> set[str]:
+        """Blobs of updates that devices have stored here, before and while they submit them."""
+        ...
+
+    @property
     def absence(self) -> Absence:
         """Times in which no device could be reached."""
         ...
@@ -276,6 +281,11 @@ class OverLink:
     def give_way(self, device: str, now_s: float) -> None:
         """See `Executor`; what has come of its blobs is kept."""
         self._transfers.give_way(device, now_s)
+
+    @property
+    def in_use(self) -> set[str]:
+        """None: devices store nothing here by themselves."""
+        return set()
 
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Publish the acknowledgement to the device."""

@@ -6,20 +6,18 @@ every listed run is whole, and leftover files belong to no run: the next removal
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fedquilt.coordinator.garbage import GarbageCollector
 from fedquilt.coordinator.job_logs import Log
 from fedquilt.coordinator.limits import Retention
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.disk import REAL, doing
-
-log = logging.getLogger("fedquilt.coordinator")
 
 ENDED: Final = ("done", "failed", "stopped")
 # folders with files named after runs, and their endings
@@ -78,8 +76,10 @@ def own(store: Store) -> dict[str, int]:
     return found
 
 
-def retire(store: Store, retention: Retention, now: float, in_use: Collection[str]) -> list[str]:
+def retire(store: Store, retention: Retention, now: float) -> list[str]:
     """Remove ended runs that need not be kept, by the process that serves the home; returns their ids.
+
+    Their blobs are left to the garbage collector.
 
     A run that somebody resumes at this moment is kept.
 
@@ -87,7 +87,6 @@ def retire(store: Store, retention: Retention, now: float, in_use: Collection[st
         store: of the home.
         retention: what is kept.
         now: Wall-clock seconds.
-        in_use: blobs that jobs at work need, beside those of their logs.
 
     Raises:
         StoreError: the home cannot be read or written.
@@ -96,7 +95,7 @@ def retire(store: Store, retention: Retention, now: float, in_use: Collection[st
         return []
     ids = old(store, now, retention.keep, retention.older_s)
     if gone := store.remove(ids, only_ended=True) if ids else []:
-        _sweep(store, store.lock(), in_use)
+        _remove_strays(store)
     return gone
 
 
@@ -105,8 +104,8 @@ def _ended(row: Row | Unreadable, log: Log | None) -> float:
     return row.created if log is None or not log.whole or log.at is None else log.at
 
 
-def remove(store: Store, ids: Collection[str], in_use: Collection[str] = ()) -> Swept:
-    """Remove runs, then every file of this home that no run needs, `in_use` apart.
+def remove(store: Store, ids: Collection[str]) -> Swept:
+    """Remove runs, then every file of this home that no run needs.
 
     Nothing else runs here meanwhile: if nobody serves the home, this process holds its lock until it ends.
 
@@ -114,43 +113,50 @@ def remove(store: Store, ids: Collection[str], in_use: Collection[str] = ()) -> 
         JobError: a coordinator serves the home and may be working on one of the runs; nothing has been removed.
         StoreError: the home cannot be read or written.
     """
+    store.require_idle(ids)
     alone = store.lock()
+    before = _sweep(store, alone)  # on a full disk, this makes the room without which no run can be removed
     store.remove(ids)
-    return _sweep(store, alone, in_use)
+    after = _sweep(store, alone)
+    return Swept(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
 
 
-def _sweep(store: Store, alone: bool, in_use: Collection[str]) -> Swept:
-    """Remove blobs that no run needs, and agents' folders and evaluations of runs that no longer exist."""
-    known = {row.id for row in store.all_jobs()}
+def _sweep(store: Store, alone: bool) -> Swept:
+    """Remove agents' folders and evaluations of runs that no longer exist and, if `alone`, blobs that no run needs."""
+    files, total = _remove_strays(store)
+    if not alone:
+        return Swept(files, total, blobs_left=True)
+    collector, before = GarbageCollector(store), _weigh(store.depot.folder)
+    collector.add_all()
+    collected = collector.collect()
+    after = _weigh(store.depot.folder)
+    return Swept(files + before[0] - after[0], total + before[1] - after[1], blobs_left=not collected)
+
+
+def _remove_strays(store: Store) -> tuple[int, int]:
+    """Remove files and folders named after runs that are not in the list; return their number of files and bytes."""
     files = total = 0
     with doing(f"clear {store.home}"):
-        for place in list(_strays(store.home, known)):
-            found, size = _weigh(place)
-            files, total = files + found, total + size
+        found = list(_named_after_runs(store.home))
+        known = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
+        for place in [place for place, run in found if run not in known]:
+            count, size = _weigh(place)
+            files, total = files + count, total + size
             if place.is_dir() and not place.is_symlink():
                 REAL.remove(place)
             else:
                 REAL.unlink(place)
-    if unsound := store.unsound():
-        log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
-    if unsound or not alone:
-        return Swept(files, total, blobs_left=True)
-    before = _weigh(store.depot.folder)
-    store.depot.keep(store.held().union(in_use))
-    after = _weigh(store.depot.folder)
-    return Swept(files + before[0] - after[0], total + before[1] - after[1], blobs_left=False)
+    return files, total
 
 
-def _strays(home: Path, known: Collection[str]) -> Iterator[Path]:
-    """Files and folders named after runs that are no longer in the list."""
+def _named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
+    """Files and folders that are named after a run, and its id."""
     for folder, ending in _NAMED:
         if (home / folder).is_dir():
             yield from (
-                each
+                (each, run)
                 for each in (home / folder).iterdir()
-                if each.name.endswith(ending)
-                and _RUN.fullmatch(each.name.removesuffix(ending))
-                and each.name.removesuffix(ending) not in known
+                if each.name.endswith(ending) and _RUN.fullmatch(run := each.name.removesuffix(ending))
             )
 
 

@@ -98,16 +98,13 @@ class Running:
         """Function that reads the job's state, or makes the first one, in the loop or a worker: see `States.opened`."""
         return partial(self._states.opened, self.rounds)
 
-    def opened(self, found: Opened, now_s: float) -> bool:
-        """Go on from what `opening` has found; False: that is gone meanwhile."""
+    def opened(self, found: Opened, now_s: float) -> None:
+        """Go on from what `opening` has found."""
         if self.rounds.state is None:
-            if self._store.depot.ref(found.ref.sha256) is None:
-                return False
             self.record(Started(found.ref, found.settles), now_s)
         self.state = found.state
         self.encoded(found.encoded)
         self._begin()
-        return True
 
     def record(self, fact: AnyFact, now_s: float) -> None:
         """Write a fact, then apply it.

@@ -67,7 +67,7 @@ class Opening:
             for device in sorted(job.rounds.asked):
                 self._desk.loans.lend(device, row.id, now_s)
             if job.opens_large:
-                self._desk.worker.start(job.opening(), partial(self._opened_one, row))
+                self._desk.start(job.opening(), partial(self._opened_one, row))
             else:
                 found.append(row)
         self._opened([(row, outcome(self.jobs[row.id].opening())) for row in found], now_s)
@@ -89,11 +89,9 @@ class Opening:
             boards = set(loans.lent(row.id))
             loans.forget(row.id, now_s)
             try:
-                if job.opened(result(), now_s):
-                    ready.append((row, job))
-                    self._served.add(row.id)
-                else:  # another job had the same blob, and has dropped it meanwhile
-                    self.begin([row], now_s)
+                job.opened(result(), now_s)
+                ready.append((row, job))
+                self._served.add(row.id)
             except Exception as error:  # one job that cannot run does not keep the others from running
                 self._failed(row, error, now_s)
                 left |= boards

@@ -72,9 +72,9 @@ def deploy(store: Store, plan: Plan, payload: bytes | None) -> str:
     if payload is None:
         return store.rollouts.add(plan)
     ref = store.depot.put(payload)
-    id = store.rollouts.add(replace(plan, blob=ref))
-    store.depot.put(payload, ref)  # again if a coordinator has cleared up before the rollout was there
-    return id
+    with store.transaction():
+        store.depot.put(payload, ref)  # again if a coordinator has collected garbage since
+        return store.rollouts.add(replace(plan, blob=ref))
 
 
 def abort(store: Store, rollout: str = "") -> str:

@@ -67,7 +67,7 @@ class Server:
     ) -> None:
         self.finished = False
         self._desk = Desk(executor, store, observe, worker or Here())
-        self._worker, self._sweeps = self._desk.worker, False
+        self._worker = self._desk.worker
         self.registry = self._desk.registry
         self._executor, self._store, self._only = executor, store, only
         self._opening = Opening(self._desk, load, around, self._serve, by_wall)
@@ -127,11 +127,12 @@ class Server:
         for serving, action in later:
             serving.do(action, now_s)
         self._worker.finish(now_s)
-        self._sweep()
         rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance(now_s)
         self._pace()
         tell_s = self._tell(now_s)
+        if not committed:  # else after the next round's tasks have been sent
+            self._desk.collect_garbage()
         if committed or self._worker.ended:
             return now_s  # that may have taken long: what follows is decided by the time that it is then
         deadline_s = min((serving.next_s(now_s) for serving in self._jobs.values()), default=math.inf)
@@ -243,7 +244,7 @@ class Server:
             if row.status == "stopping" and row.id not in self._jobs and row.id not in opening:
                 self._opening.end(row, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
-        if now_s >= self._tidy_s and self._worker.idle:
+        if now_s >= self._tidy_s:
             self._tidy_s = now_s + TIDY_S
             self._tidy()
         if self._only is None and (
@@ -263,9 +264,10 @@ class Server:
             self.finished = self._only is not None
 
     def _tidy(self) -> None:
-        """Delete the runs that limits.toml does not keep."""
-        for id in housekeeping.retire(self._store, self._limits.retention, time.time(), self._desk.in_use()):
+        """Delete the runs that limits.toml does not keep, and blobs that nothing references."""
+        for id in housekeeping.retire(self._store, self._limits.retention, time.time()):
             log.info("%s is deleted, as [retention] of limits.toml says", id, extra=about(run=id))
+        self._desk.garbage.add_all()
 
     def _give_way(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
         """Return a job to the queue, in the state of its facts."""
@@ -294,20 +296,9 @@ class Server:
             since_s = self._first_s.setdefault(row.id, now_s)
             opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
-        self._sweeps = True
-        self._sweep()
+        self._desk.garbage.add_all()  # a killed process may have left some
         for serving in opened:
             serving.begin(now_s)
-
-    def _sweep(self) -> None:
-        """Remove leftovers of a crash, once the worker has nothing in hand that no fact names yet."""
-        if not self._sweeps or not self._worker.idle:
-            return
-        self._sweeps = False
-        if unsound := self._store.unsound():
-            log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
-        else:
-            self._store.depot.keep(self._store.held() | self._desk.in_use())
 
     def _advance(self, now_s: float) -> bool:
         """Make all decisions that are due, one job after the other; True: a round was committed, and some may be left.
@@ -359,7 +350,8 @@ class Server:
         self._poll_s = -math.inf
 
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
-        serving.leftovers.drop()
+        if serving.over:
+            self._desk.garbage.add(serving.in_use())
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

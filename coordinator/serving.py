@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
+from typing import TypeVar
 
 from fedquilt import wire
 from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
@@ -18,18 +19,19 @@ from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
+from fedquilt.coordinator.garbage import GarbageCollector
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.leftovers import Leftovers
 from fedquilt.coordinator.loans import Loans
 from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.worker import Worker
+from fedquilt.coordinator.worker import Then, Worker
 from fedquilt.core import FedquiltError, JobError, StoreError, Update
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
+T = TypeVar("T")
 AT_ONCE = frozenset((admission.Fetch, admission.Examine))  # actions that nobody sees outside
 Observe = Callable[[Shown, facts.AnyFact], None]
 
@@ -49,6 +51,11 @@ class Desk:
         self.news: dict[str, Shown] = {}  # jobs with changes that have not been published yet
         self.fetching: dict[str, Serving] = {}  # device -> the job that its blobs are fetched for
         self.later: list[tuple[Serving, admission.Action]] | None = None  # what is done once messages are heard
+        self.garbage = GarbageCollector(store, self.in_use)
+
+    def start(self, item: Callable[[], T], then: Then[T]) -> None:
+        """Give the worker a work item; the blobs that it stores or finds are pinned until `then` has returned."""
+        self.worker.start(*self.store.depot.pinning(item, then))
 
     def withdraw(self, device: str, job: str, now_s: float) -> None:
         """Withdraw a device's task, unless it is another job's, and let a job that waits for the device have it."""
@@ -83,9 +90,14 @@ class Desk:
             for id in self.jobs:
                 self.store.begin(id)
 
-    def in_use(self, but: Serving | None = None) -> set[str]:
-        """Blobs that the jobs at work need beside those that the log names. `but`: a job to leave out."""
-        return set[str]().union(*(serving.in_use() for serving in self.jobs.values() if serving is not but))
+    def in_use(self) -> set[str]:
+        """Blobs that active jobs use beside those of their events."""
+        return self.executor.in_use.union(*(serving.in_use() for serving in self.jobs.values()))
+
+    def collect_garbage(self) -> None:
+        """Delete blobs that have no use any more, if that is due; every event of the step has been written."""
+        if self.garbage.is_due(sum(len(serving.job.rounds.answered) for serving in self.jobs.values())):
+            self.garbage.collect()
 
 
 class Serving:
@@ -103,10 +115,12 @@ class Serving:
         self._rounds_s = (0.0, self._had_s(now_s))  # boards' time of the latest round, and of all up to its end
         self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
         self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
-        self.leftovers = Leftovers(job, desk.store, self.in_use, lambda: desk.in_use(but=self))
+        self.garbage = desk.garbage
+        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
-        self.summed = Beside(self, desk.worker, desk.executor, lambda: desk.jobs.get(job.id) is not self)
+        left = lambda: desk.jobs.get(job.id) is not self  # noqa: E731
+        self.summed = Beside(self, desk.worker, desk.start, desk.executor, left)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
         self.unreadable: mending.UnreadableError | None = None  # what the disk has not given back: it goes on later
 
@@ -179,9 +193,20 @@ class Serving:
         return self._desk.loans.seconds(self.id, now_s) / self.job.job.priority
 
     def in_use(self) -> set[str]:
-        """Blobs that it needs, beside those of its log: its bundle, its state, its tasks', and updates on their way."""
-        coming = blobs([*self.job.rounds.answered.values(), *self.arriving.values(), *self.leftovers.begun.values()])
-        return self.job.pinned() | self.job.sent() | coming
+        """Blobs that it uses, whether its log has them yet or not."""
+        state = self.job.rounds
+        folded = state.folded.devices if state.folded else ()
+        accepted = [update for device, update in state.answered.items() if device not in folded]
+        return self.job.pinned() | self.job.sent() | blobs([*accepted, *self.arriving.values(), *self._begun.values()])
+
+    def _release(self, device: str, instead: Update | None = None) -> None:
+        """Release the last update that a device began to send, unless it sends the same again.
+
+        So a device has one unfinished update of a job on the disk, no larger than one may be, whatever it offers.
+        """
+        begun = self._begun.pop(device, None)
+        if begun is not None and (instead is None or begun.bundles != instead.bundles):
+            self.garbage.add(blobs([begun]))
 
     def tell(self) -> None:
         """Publish the job's state at the end of this step."""
@@ -231,12 +256,12 @@ class Serving:
             case admission.Withdraw(device):
                 self.unsent.discard(device)
                 self._desk.withdraw(device, self.id, now_s)
-                self.leftovers.let_go(device)
+                self._release(device)
             case admission.Answer(device, update, accepted, reason):
                 self._desk.answer(device, update, accepted, reason)
             case admission.Fetch(device, update):
-                self.leftovers.let_go(device, update)
-                self.leftovers.begun[device] = update
+                self._release(device, update)
+                self._begun[device] = update
                 self._desk.fetching[device] = self
                 in_turn = self.summed.offered(device, update, now_s)
                 self._desk.executor.fetch(device, update.bundles.values(), in_turn=in_turn)
@@ -245,7 +270,7 @@ class Serving:
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
-                self.leftovers.discard(update)
+                self.garbage.add(blobs([update]))
             case admission.Renew(device, epoch):
                 self._renew(device, epoch, now_s)
 
@@ -304,7 +329,6 @@ class Serving:
             self.fail(error, now_s)
             return True
         if fact is None:
-            self.leftovers.tidy()
             return False
         self.record(fact, now_s)
         return True
@@ -360,7 +384,7 @@ class Serving:
             self._undecided = None
         match fact:
             case facts.Answered():  # the most frequent first
-                self.leftovers.begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
+                self._begun.pop(fact.update.device, None)  # its blobs are in use until they are folded
             case facts.Asked():
                 for device in fact.devices:
                     self.issue(device, now_s)
@@ -372,7 +396,7 @@ class Serving:
             case facts.Closed() | facts.Ended():
                 self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed() if done is not None:
-                self.leftovers.spent(job.spent(before))
+                self.garbage.add(job.spent(before))
                 job.committed(done)
                 self._rounds_s = ((had_s := self._had_s(now_s)) - self._rounds_s[1], had_s)
         if isinstance(fact, facts.Committed | facts.Ended):

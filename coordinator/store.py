@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -232,7 +232,7 @@ class Store:
     def remove(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
         """Delete runs and their facts from the database: all of them or, if the process is killed, none; returns which.
 
-        Their blobs stay: `coordinator.housekeeping` drops those that no run needs. `only_ended` spares those resumed.
+        Their blobs stay: `coordinator.garbage` deletes those that no run needs. `only_ended` spares those resumed.
 
         Raises:
             JobError: a coordinator other than this process serves the home and may be working on one of them.
@@ -306,10 +306,10 @@ class Store:
         """Hashes (sha256) of every job's latest state, from which results are made."""
         return {log.state for log in self.logs().values() if log.state}
 
-    def held(self, but: str = "") -> set[str]:
-        """Blobs that runs other than `but` and rollouts may need: latest states, updates that none contains yet."""
+    def held(self) -> set[str]:
+        """Blobs that runs and rollouts may need: latest states, updates that none contains yet."""
         with storing(self.home):
-            return self.rollouts.blobs().union(*(log.blobs for job, log in self.logs().items() if job != but))
+            return self.rollouts.blobs().union(*(log.blobs for log in self.logs().values()))
 
     # -- facts --
 
@@ -348,12 +348,16 @@ class Store:
             with self._writing():
                 self._rows.append(rows)
 
+    def transaction(self) -> AbstractContextManager[None]:
+        """Return a write transaction: no other process adds a run or a rollout, or collects garbage, meanwhile."""
+        return self._writing()
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """One transaction; it is refused also if a run that is written to is damaged, or the database as a whole."""
         self._require_whole()
         try:
-            with storing(self.home), self._rows.together():
+            with storing(self.home), nullcontext() if self._db.in_transaction else self._rows.together():
                 yield
         except DamagedRunError as error:
             raise StoreError(str(error)) from None

@@ -3,7 +3,8 @@
     <sha256>          whole: verified, on disk, never changed
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
     <sha256>.damaged  was whole, and holds other bytes now: out of use, and removed after a day
-    <random>.tmp      being written by `put` or `put_file`
+    <random>.tmp      being written by `put` or `put_file`, removed after a day if its process was killed
+    <random>.own      the same, by the process that has the folder `alone`, whose next start removes it
     small.pack        small blobs that one process stores and drops soon (`stow`), once it has the depot alone
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
@@ -17,6 +18,9 @@ refused. For `has`, in a depot that is not durable, and for a file whose reader 
 receives a part (`read`) checks it.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
+
+A work item of another thread names blobs in its result, which the owner records later. Whatever it stores or finds is
+pinned until then (`pinning`), and pinned blobs are not removed.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ import errno
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
@@ -40,6 +45,8 @@ from fedquilt.blobs.pack import Pack, copy_of
 from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.disk import REAL, Disk, Found, Place
+
+T = TypeVar("T")
 
 log = logging.getLogger("fedquilt.blobs.store")
 
@@ -78,6 +85,10 @@ class Depot:
         self._doing = partial(Explained, folder=folder)
         self._verified = Verified(disk)
         self._freeing = Freeing(disk)
+        self._kind = "tmp"
+        self._pins: dict[int, set[str]] = {}  # by work item: what it has stored or found
+        self._item = threading.local()  # `pins`: those of the work item of this thread
+        self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
@@ -85,15 +96,64 @@ class Depot:
             self._pack = None if durable else Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def alone(self) -> None:
-        """Take the depot for this process alone to stow in: small blobs share a file, and a wait for the disk."""
+        """Take the depot for this process alone to stow in: small blobs share a file, and a wait for the disk.
+
+        Files that the last such process was writing when it was killed are removed.
+        """
         with self._doing("open the small blobs"):
             self._pack = self._pack or Pack(self._prefix + PACK, self.disk, checks=self._durable)
+            if self._kind != "own":
+                self._kind = "own"
+                for found in self._entries():
+                    if found.name.endswith(".own"):
+                        self._freeing.unlink(f"{self._prefix}{found.name}")
 
     def settle(self) -> None:
         """Wait until every stowed blob is on the disk, if the depot is durable."""
         if self._pack is not None and self._durable:
             with self._doing("store blobs"):
                 self._pack.settle()
+
+    # -- pins --
+
+    def pinning(
+        self, item: Callable[[], T], then: Callable[[Callable[[], T], float], None]
+    ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
+        """Return a work item and what follows from its result, with its blobs pinned until that has been done."""
+        pins = set[str]()
+
+        def pinned() -> T:
+            with self._pin_lock:
+                self._pins[id(pins)] = pins
+            self._item.pins = pins
+            try:
+                return item()
+            finally:
+                del self._item.pins
+
+        def decided(result: Callable[[], T], now_s: float) -> None:
+            try:
+                then(result, now_s)
+            finally:
+                with self._pin_lock:
+                    self._pins.pop(id(pins), None)
+
+        return pinned, decided
+
+    def pinned(self) -> set[str]:
+        """Return the blobs that are pinned."""
+        with self._pin_lock:
+            return set[str]().union(*self._pins.values())
+
+    def _pin(self, sha256: str) -> None:
+        """Pin a blob before it is looked for: what is found then stays."""
+        pins: set[str] | None = getattr(self._item, "pins", None)
+        if pins is not None:
+            with self._pin_lock:
+                pins.add(sha256)
+
+    def _is_pinned(self, sha256: str) -> bool:
+        return any(sha256 in pins for pins in self._pins.values())
 
     # -- what is here --
 
@@ -105,6 +165,7 @@ class Depot:
     def file(self, sha256: str, *, compared: bool = False) -> str | None:
         """Path of a whole blob as text. `compared`: who opens it hashes what it reads, so that once an hour will do."""
         path = self._at(sha256)
+        self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
                 if self._sound(sha256, opens=self._durable and not compared) is not None:
@@ -115,6 +176,7 @@ class Depot:
 
     def ref(self, sha256: str) -> BlobRef | None:
         """Reference of a whole blob, if it is here; it is not read."""
+        self._pin(sha256)
         if self._pack is not None and (size := self._pack.size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
         found = None
@@ -130,6 +192,7 @@ class Depot:
 
     def look(self, ref: BlobRef) -> bool:
         """Whether the whole blob is here, undamaged; raises StoreError where the disk does not say."""
+        self._pin(ref.sha256)
         if self._pack is not None and (size := self._pack.size(ref.sha256)) is not None:
             return size == ref.size
         with self._doing(f"look for blob {ref.sha256[:12]}"):
@@ -163,6 +226,7 @@ class Depot:
 
     def load(self, sha256: str) -> bytes | None:
         """Read a whole blob; None: it is not here, or damaged."""
+        self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.load(sha256)
@@ -188,6 +252,7 @@ class Depot:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
         """
         ref = chunks.reference(payload, expected)
+        self._pin(ref.sha256)
         with suppress(OSError):  # then it is stored
             if self._sound(ref.sha256) is not None:  # a stowed blob may be dropped by its user
                 self._sync_names()
@@ -271,8 +336,10 @@ class Depot:
                 self._verified.note(self._at(ref.sha256), ref.sha256)
 
     def drop(self, sha256: str) -> None:
-        """Remove a blob, whole or in part."""
-        with self._doing(f"remove blob {sha256[:12]}"):
+        """Remove a blob, whole or in part, unless it is pinned."""
+        with self._doing(f"remove blob {sha256[:12]}"), self._pin_lock:
+            if self._is_pinned(sha256):
+                return
             if self._pack is not None and sha256 in self._pack:
                 self._pack.drop(sha256)  # it may have a file as well
                 if not self.disk.is_file(self._at(sha256)):
@@ -282,17 +349,23 @@ class Depot:
                 self._freeing.unlink(path)
 
     def keep(self, only: set[str]) -> None:
-        """Remove every blob except these. Parts, damaged and temporary files go a day after their last write."""
+        """Remove every blob except these and those that are pinned.
+
+        Parts, damaged and temporary files go a day after their last write.
+        """
         for sha256 in () if self._pack is None else set(self._pack.names()) - only:
-            self._pack.drop(sha256)  # type: ignore[union-attr]
+            with self._pin_lock:
+                if not self._is_pinned(sha256):
+                    self._pack.drop(sha256)  # type: ignore[union-attr]
         with self._doing("collect garbage"):
             for found in self._entries():
                 sha256, _, kind = found.name.partition(".")
-                stale = self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
+                stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
                 superfluous = kind == "part" and self.ref(sha256) is not None
-                if (stale or superfluous) if kind else sha256 not in only:
-                    self._verified.forget(found.name)
-                    self._freeing.unlink(f"{self._prefix}{found.name}")
+                with self._pin_lock:
+                    if (stale or superfluous) if kind else sha256 not in only and not self._is_pinned(sha256):
+                        self._verified.forget(found.name)
+                        self._freeing.unlink(f"{self._prefix}{found.name}")
 
     def unused(self) -> list[tuple[str, int]]:
         """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""
@@ -351,7 +424,7 @@ class Depot:
     def _entries(self) -> Iterator[Found]:
         for entry in self.disk.entries(self.folder):
             sha256, _, kind = entry.name.partition(".")
-            if kind == "tmp" or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
+            if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
                 yield entry
 
     def _sound(self, sha256: str, *, opens: bool = False) -> Found | None:
@@ -390,7 +463,7 @@ class Depot:
 
     @contextmanager
     def _temporary(self) -> Iterator[str]:
-        path = f"{self._prefix}{os.urandom(16).hex()}.tmp"
+        path = f"{self._prefix}{os.urandom(16).hex()}.{self._kind}"
         try:
             yield path
         finally:

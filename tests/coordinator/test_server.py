@@ -274,9 +274,9 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
     """Nothing of it can be left over; other jobs' blobs are looked up once, when the round's are dropped."""
     held, looked = Store.held, []
 
-    def counted(store: Store, but: str = "") -> set[str]:
+    def counted(store: Store) -> set[str]:
         looked.append(len(stage.told(Committed)))
-        return held(store, but)
+        return held(store)
 
     hands = [stage.hand(name) for name in "abc"]
     stage.play(1.0)

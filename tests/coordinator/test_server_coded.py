@@ -11,7 +11,7 @@ import pytest
 from by_hand import MODEL, Hand, Stage
 
 from fedquilt import tensors
-from fedquilt.coordinator import leftovers
+from fedquilt.coordinator import garbage
 from fedquilt.coordinator.facts import (
     Answered,
     Committed,
@@ -116,7 +116,7 @@ def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_
     coded: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here two answers are a large round: the second one's own blob waits for the commit."""
-    monkeypatch.setattr(leftovers, "TOGETHER", 1.5)
+    monkeypatch.setattr(garbage, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()
     sent = []

@@ -10,6 +10,7 @@ import pytest
 from by_hand import Stage
 from waiting import until
 
+from fedquilt.blobs import chunks
 from fedquilt.coordinator.worker import Thread
 from fedquilt.core import StoreError
 
@@ -50,20 +51,27 @@ def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
     assert ran == []
 
 
-def test_leftovers_are_swept_when_the_worker_has_nothing_in_hand(tmp_path: Path) -> None:
-    """What it has stored may be named by no fact yet."""
-    worker = Thread(large_bytes=0)
-    gate = threading.Event()
+def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_are_deleted(tmp_path: Path) -> None:
+    """While the worker is busy, what it has stored or found is named by no event yet."""
+    worker, gate = Thread(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
-    left = stage.store.depot.put(b"nobody's")
-    worker.start(lambda: gate.wait(60), lambda result, now_s: None)
+    depot = stage.store.depot
+    left, found = depot.put(b"nobody's"), depot.put(b"found")
+    stored = chunks.reference(b"stored")
+
+    def item() -> bool:
+        return depot.has(found) and depot.put(b"stored") == stored and gate.wait(60)
+
+    stage.server._desk.start(item, lambda result, now_s: None)
+    until(lambda: depot.pinned() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
     stage.hand("a")
     stage.play()
-    assert stage.store.depot.has(left)
+    assert [depot.has(ref) for ref in (left, found, stored)] == [False, True, True]
     gate.set()
     while not worker.idle:
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
+    stage.server._desk.garbage.add_all()
     stage.play()
-    assert not stage.store.depot.has(left)
+    assert [depot.has(ref) for ref in (left, found, stored)] == [False, False, False]
     worker.close()

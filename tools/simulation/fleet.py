@@ -27,11 +27,12 @@ from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, WithoutReleases
+from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.shown import Shown
 from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation.fleet_device import FleetDevice, Spec
+from fedquilt.tools.simulation.fleet_device import FOLLOWING, UNANSWERED, FleetDevice, Spec
 
 OWN: Final = ("seed", "tier", "counted")  # fields of a task that are of its device alone, and plain
 
@@ -95,6 +96,12 @@ class SimulatedFleet(WithoutReleases):
             os.unlink(left)
         self._files: dict[str, str] = {}  # sha256 -> file in the depot, as found since the last `hear`
         self.private = {entry.name for entry in os.scandir(folder / "private")}  # files there, as devices change them
+        self.unanswered: dict[tuple[str, events.Key], Update] = {}  # by device, job and round
+        for kept in self.private:  # of an interrupted run
+            if kept.endswith(FOLLOWING):
+                name = kept.removesuffix(FOLLOWING)
+                update = wire.decode((folder / "private" / f"{name}{UNANSWERED}").read_bytes(), Update)
+                self.unanswered[name, (update.job, update.round)] = update
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._wire = Encoded()
         self._boots: dict[str, int] = {}  # device -> how often it has come online
@@ -127,6 +134,8 @@ class SimulatedFleet(WithoutReleases):
             if (gone := self._devices.pop(name, None)) is not None:
                 gone.duty.stop()
                 gone.give_up()
+                for key in () if gone.follows else gone.duty.state.outbox:
+                    self.unanswered.pop((name, key), None)
             self._heard.append((name, self._presence(name, online=False)))
 
     # -- for whoever carries orders out --
@@ -206,6 +215,11 @@ class SimulatedFleet(WithoutReleases):
         if device in self._devices:
             self._feed(self._devices[device], events.Cleared(), self.now_s)
             self._devices[device].give_up()
+
+    @property
+    def in_use(self) -> set[str]:
+        """See `Executor`."""
+        return blobs(self.unanswered.values())
 
     def tended(self) -> AbstractContextManager[None]:
         """Nothing to keep up: virtual time stands still meanwhile."""

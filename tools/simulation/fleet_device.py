@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fedquilt.tools.simulation.fleet import SimulatedFleet
 
 TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
+UNANSWERED: Final = ".update"  # ending of the file with an update whose private state waits for its answer
+FOLLOWING: Final = ".next"  # ending of the file with that private state
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class FleetDevice:
         self._going: deque[tuple[float, Update]] = deque()  # when updates will be there
         self._folder = f"{fleet.folder}/private/"
         self._private = f"{self.name}.safetensors"
-        self._following = f"{self.name}.next"  # what the update in the outbox leaves
-        self._unanswered = f"{self.name}.update"
+        self._following = f"{self.name}{FOLLOWING}"  # what the update in the outbox leaves
+        self._unanswered = f"{self.name}{UNANSWERED}"
         self._leaves = False  # whether the order in hand has left private state
         outbox = self._recovered()
-        self._follows = bool(outbox)
+        self.follows = bool(outbox)
         self.duty = Duty(spec.device, events.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
         self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
         self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
@@ -103,6 +105,7 @@ class FleetDevice:
 
     def drop(self, update: Update) -> None:
         """Give up the private state that an unsent update would have left."""
+        self._fleet.unanswered.pop((self.name, (update.job, update.round)), None)
         self._end(accepted=False)
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
@@ -178,22 +181,24 @@ class FleetDevice:
                 self._fleet.depot.take_over(ref, place)
             else:
                 self._fleet.depot.adopt(f"{made}{ref.sha256}", ref)
+        self._fleet.unanswered[self.name, (update.job, update.round)] = update
         if not self._leaves:  # what a task before it may have written and then failed counts for nothing
             return False
         with open(f"{self._folder}{self._unanswered}", "wb") as file:
             file.write(wire.encode(update))
         os.replace(f"{made}{PRIVATE}", f"{self._folder}{self._following}")
         self._fleet.private |= {self._unanswered, self._following}
-        self._follows = True
+        self.follows = True
         return True
 
     def settle(self, ack: wire.Ack) -> None:
         """Private state counts with the contribution that it came with."""
+        self._fleet.unanswered.pop((self.name, (ack.job, ack.round)), None)
         if (ack.job, ack.round) in self.duty.state.outbox:
             self._end(ack.accepted)
 
     def _end(self, accepted: bool) -> None:
-        if not self._follows:
+        if not self.follows:
             return
         if accepted:
             os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
@@ -202,4 +207,4 @@ class FleetDevice:
             os.unlink(f"{self._folder}{self._following}")
         self._fleet.private -= {self._following, self._unanswered}
         os.unlink(f"{self._folder}{self._unanswered}")  # last: with it, what follows is offered again after a kill
-        self._follows = False
+        self.follows = False

@@ -264,8 +264,8 @@ class SiteWorker:
         if not store.status(id):
             job = self._job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
+            store.add(job, folder, id=id)  # first: files of a run that is not in the list are removed
             _write_files(folder, order)
-            store.add(job, folder, id=id)
         else:
             _write_files(store.job(id).bundle, order)  # other files than before, or a restored home has the log alone
         known = self._log(id)
