@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from fedquilt.testing.faults.schedule import drawn, parse
 from fedquilt.testing.faults.world import Theatre
 
 SEEDS = 200
+PART = {"devices": 3, "size": 2, "quorum": 1.0, "deadline_s": 15.0}  # cohorts of two of three devices
+TWICE = {"jobs": 2, "twice_s": 0.0, "beside_s": 3.0}  # the same job twice, and a slow worker
 METHODS = ("fedavg", "ditto", "scaffold", "fedrep", "local", "genefl")  # sums of the last one depend on their order
 Patch = pytest.MonkeyPatch
 
@@ -258,8 +260,8 @@ def a_retained_task_that_stays(patch: Patch) -> None:
 
 
 def blobs_without_a_pin(patch: Patch) -> None:
-    """The state and the stored sum of a job are not protected from being dropped."""
-    patch.setattr(Running, "pinned", lambda self: set())
+    """What the worker has stored or found is not protected until an event names it."""
+    patch.setattr(Depot, "_is_pinned", lambda self, sha256: False)
 
 
 def a_failed_fetch_that_is_remembered(patch: Patch) -> None:
@@ -276,31 +278,32 @@ def a_failed_fetch_that_is_remembered(patch: Patch) -> None:
     patch.setattr(Transfers, "_end", end)
 
 
-PLANTS: tuple[Callable[[Patch], None], ...] = (
-    no_sync,
-    no_sync_of_the_log,
-    no_sync_of_files,
-    no_sync_of_folders,
-    a_state_after_its_fact,
-    a_torn_private_file,
-    an_update_folded_twice,
-    another_order,
-    no_round_check,
-    no_chunk_hash,
-    no_blob_hash,
-    an_acknowledgement_before_the_record,
-    an_event_before_its_blobs,
-    a_refusal_kept_after_a_commit,
-    an_epoch_used_again,
-    a_deadline_by_the_clock_of_the_process,
-    a_late_profile_that_wakes_nobody,
-    a_round_check_off_by_one,
-    an_outbox_removed_too_early,
-    a_refusal_kept_by_its_device,
-    a_retained_task_that_stays,
-    blobs_without_a_pin,
-    a_failed_fetch_that_is_remembered,
-)
+PLANTS: Mapping[Callable[[Patch], None], Mapping[str, Any]] = {
+    no_sync: {},
+    no_sync_of_the_log: {},
+    no_sync_of_files: {},
+    no_sync_of_folders: {},
+    a_state_after_its_fact: {},
+    a_torn_private_file: {},
+    an_update_folded_twice: {},
+    another_order: {},
+    no_round_check: {},
+    no_chunk_hash: {},
+    no_blob_hash: {},
+    an_acknowledgement_before_the_record: {},
+    an_event_before_its_blobs: {},
+    a_refusal_kept_after_a_commit: {},
+    an_epoch_used_again: {},
+    a_deadline_by_the_clock_of_the_process: {**PART, "beside_s": -1.0, "only": ("kill", "kill", "slow", "death")},
+    a_late_profile_that_wakes_nobody: {"only": ("crash", "noise")},
+    a_round_check_off_by_one: {},
+    an_outbox_removed_too_early: {"only": ("crash", "noise")},
+    a_refusal_kept_by_its_device: {"only": ("worker", "refuse", "stop")},
+    a_retained_task_that_stays: {},
+    blobs_without_a_pin: TWICE,
+    a_failed_fetch_that_is_remembered: {"only": ("refuse", "noise")},
+}
+"""Bug -> what is fixed of the schedules that find it, as of `drawn`. A nightly run draws these schedules as well."""
 ALL_AWAY = "devices=2 rounds=2 deadline_s=15.0 cut:dev-0,1.5,90.0,1 cut:dev-1,1.5,90.0,1"  # longer than cuts are drawn
 
 

@@ -12,8 +12,19 @@ from typing import Any
 
 from fedquilt.blobs import pack
 from fedquilt.blobs.store import PACK
-from fedquilt.coordinator.facts import AnyFact, Answered, Asked, Closed, Committed, Declined, Folded, Lost, Rejected
-from fedquilt.coordinator.facts import Reopened, Started
+from fedquilt.coordinator.facts import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Folded,
+    Lost,
+    Rejected,
+    Reopened,
+    Started,
+)
 from fedquilt.core import BlobRef
 from fedquilt.testing.faults.disk import SimDisk
 from fedquilt.testing.faults.platter import File, Folder, Node, Symlink

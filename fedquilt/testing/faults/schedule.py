@@ -312,7 +312,7 @@ def drawn(
         also, twice_s = roll.choice(methods), roll.choice([0.0, 0.0, _when(roll, base)])
         second = roll.choice([{}, {"also": also}, {"twice_s": twice_s}])  # a third each: its method, another, its twin
         base = msgspec.structs.replace(base, jobs=2, **second)
-    beside_s = roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0])
+    beside_s = settings.get("beside_s", roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0]))
     if roll.random() < 0.1 and not only:
         faults = (*faults, Ahead(_when(roll, base), roll.choice([1.0, 10.0, 60.0])))
     return msgspec.structs.replace(base, faults=faults, beside_s=beside_s)

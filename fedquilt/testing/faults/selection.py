@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.facts import (
-    AnyFact,
     Answered,
+    AnyFact,
     Asked,
     Closed,
     Committed,

@@ -41,7 +41,7 @@ RECOVERY_S: Final = 150.0  # virtual, until all that a fault has destroyed is se
 SLACK_S: Final = 2.0  # virtual, until a coordinator that polls notices that an attempt is over
 UNTIMED: Final = (schedule.Broker, schedule.Stop, schedule.Rot, schedule.Restore)
 UNTIMED_THERE: Final = (schedule.Cut, schedule.Jump, schedule.Refuse)
-"""Faults, and faults of the coordinator, by which a deadline is later or earlier than on a clock that nothing touches."""
+"""Faults, and faults of the coordinator, by which a deadline is earlier or later than on the simulation's clock."""
 
 Observe = Callable[[str, AnyFact], None]
 S = TypeVar("S", bound=Side)
