@@ -8,9 +8,11 @@ import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedquilt.disk import Place
+
+LOG: Final = "fedquilt.db-wal"  # name of the write-ahead log
 
 
 class Database:
@@ -114,7 +116,7 @@ class Connection(sqlite3.Connection):
         found = super().execute(sql, *given)
         if ends:
             self._base.unsynced = before
-            self._ask("sync", "fedquilt.db-wal")  # written, and not safe yet
+            self._ask("sync", LOG)  # written, and not safe yet
             self._base.unsynced = None
         return found
 

@@ -62,6 +62,19 @@ def _digest(payload: Any) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
+def named_blobs(event: AnyFact) -> set[str]:
+    """Return the digests of the blobs that an event names."""
+    match event:
+        case Started() | Committed():
+            return {event.state.sha256}
+        case Folded():
+            return {event.sum.sha256}
+        case Answered():
+            return {ref.sha256 for ref in event.update.bundles.values()}
+        case _:
+            return set()
+
+
 class JobPromises:
     """Promises that the event log of one job makes.
 
@@ -96,7 +109,7 @@ class JobPromises:
                 self.asked.update(event.devices)
             case Answered(round, update):
                 self.counted.add((round, update.device))
-                self._updates[update.device] = {ref.sha256 for ref in update.bundles.values()}
+                self._updates[update.device] = named_blobs(event)
                 self.asked.discard(update.device)
             case Declined() | Rejected():
                 self.asked.discard(event.device)

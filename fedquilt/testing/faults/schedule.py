@@ -308,10 +308,12 @@ def drawn(
     every = [_DRAW[kind] for kind in likely if not (base.forced and kind in ("newer", "death"))]
     count = roll.choice([1, 1, 2, 2, 3, 4])
     faults = tuple(roll.choice(every)(roll, base) for _ in range(count))
-    if base.jobs > 1 or (roll.random() < 0.2 and "jobs" not in settings):
+    if (base.jobs > 1 or roll.random() < 0.2) and "jobs" not in settings:
         also, twice_s = roll.choice(methods), roll.choice([0.0, 0.0, _when(roll, base)])
-        second = roll.choice([{}, {"also": also}, {"twice_s": twice_s}])  # a third each: its method, another, its twin
-        base = msgspec.structs.replace(base, jobs=2, **second)
+        way = roll.choice(["same method", "other method", "twice"])
+        base = msgspec.structs.replace(
+            base, jobs=2, also=also if way == "other method" else "", twice_s=twice_s if way == "twice" else -1.0
+        )
     beside_s = settings.get("beside_s", roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0]))
     if roll.random() < 0.1 and not only:
         faults = (*faults, Ahead(_when(roll, base), roll.choice([1.0, 10.0, 60.0])))
@@ -333,7 +335,8 @@ def _when(roll: random.Random, base: Schedule) -> float:
 
 def _crash(roll: random.Random, base: Schedule) -> AnyFault:
     who = roll.choice([COORDINATOR, _who(roll, base)])
-    at, share = roll.choice([("", 1.0), ("publish", PUBLISHED), ("sync", SYNCED)])
+    at: Literal["", "publish", "sync"] = roll.choice(["", "publish", "sync"])
+    share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED}[at]
     call = max(1, int(_call(roll, base, who) * share))
     return Crash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
 

@@ -31,8 +31,9 @@ from fedquilt.edge_agent.state import UPDATE
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink, newer
+from fedquilt.testing.faults.database import LOG
 from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.durable import DurableDisk, JobPromises, lost_blobs
+from fedquilt.testing.faults.durable import DurableDisk, JobPromises, lost_blobs, named_blobs
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
 
@@ -75,7 +76,9 @@ class Side(ABC):
         self._happened = happened
         self._roll = random.Random(f"{plan.seed} {name}")
         mine = [fault for fault in plan.faults if isinstance(fault, schedule.OneSided) and fault.who == name]
-        self._crashes = {(fault.at, fault.call): fault for fault in mine if isinstance(fault, schedule.Crash)}
+        self._crashes: dict[tuple[str, int], schedule.Crash] = {
+            (fault.at, fault.call): fault for fault in mine if isinstance(fault, schedule.Crash)
+        }
         self._calls_at = Counter[str]()  # by kind
         self._refusals = [fault for fault in mine if isinstance(fault, schedule.Refuse)]
         self.newer = any(isinstance(fault, schedule.Newer) for fault in mine)
@@ -215,6 +218,7 @@ class WatchedStore(Store):
     """Store that reports each event once it is written."""
 
     report: Callable[[str, AnyFact], None] = staticmethod(lambda id, fact: None)
+    written: Sequence[tuple[str, AnyFact]] = ()  # events of the transaction that is under way
 
     def append(self, id: str, fact: AnyFact) -> None:
         """See `Store`."""
@@ -222,9 +226,10 @@ class WatchedStore(Store):
         super().append(id, fact)
 
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
+        self.written, self._unreported = getattr(self, "_unreported", []), []
         super()._write(rows)
-        unreported, self._unreported = getattr(self, "_unreported", []), []
-        for id, fact in unreported:
+        written, self.written = self.written, []
+        for id, fact in written:
             self.report(id, fact)
 
 
@@ -332,6 +337,13 @@ class CoordinatorSide(Side):
                     f"the coordinator starts with epoch {state.epoch}, and an earlier start had {earlier}"
                 )
             self._epochs = (earlier, max(own, state.epoch))
+
+    def _gate(self, what: str, where: Place) -> OSError | None:
+        if where == LOG and not (self._happened["rot"] or self._happened["restore"]):  # a transaction is committed
+            wanted = set[str]().union(*(named_blobs(fact) for _, fact in self.store.written))
+            if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
+                raise BrokenError(f"the log names {lost[0][:12]} before it is synced")
+        return super()._gate(what, where)
 
     def _promised(self, job: str) -> JobPromises:
         return self.promises.setdefault(job, JobPromises())

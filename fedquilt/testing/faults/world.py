@@ -38,7 +38,7 @@ SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
 REPLY_S: Final = 5.0  # virtual, for messages that follow when a device connects
 RECOVERY_S: Final = 150.0  # virtual, until all that a fault has destroyed is sent again: see `finish_s`
 
-SLACK_S: Final = 2.0  # virtual, until a coordinator that polls notices that an attempt is over
+SLACK_S: Final = 1.0  # virtual, until a coordinator that polls notices that an attempt is over
 UNTIMED: Final = (schedule.Broker, schedule.Stop, schedule.Rot, schedule.Restore)
 UNTIMED_THERE: Final = (schedule.Cut, schedule.Jump, schedule.Refuse)
 """Faults, and faults of the coordinator, by which a deadline is earlier or later than on the simulation's clock."""
