@@ -125,6 +125,13 @@ class Reopened(Fact, frozen=True):
     attempt: int
 
 
+class Restarted(Fact, frozen=True):
+    """Another process has the running attempt, or waits for the first round, so many seconds after its beginning."""
+
+    round: int
+    passed_s: float  # of the deadline, as `rounds.restarted` counts them
+
+
 class Committed(Fact, frozen=True):
     """The round's updates are folded; `state` is the result."""
 
@@ -160,7 +167,8 @@ class Noted(Fact, frozen=True):
     said: str
 
 
-_OfRound = Surveyed | Asked | Declined | Answered | Rejected | Lost | Folded | Closed | Extended | Reopened | Committed
+_OfAttempt = Surveyed | Asked | Declined | Answered | Rejected | Lost | Folded | Extended | Reopened | Restarted
+_OfRound = _OfAttempt | Closed | Committed
 AnyFact = Noted | Started | _OfRound | Ended | Resumed
 
 # -- state ----------------------------------------------------------------------------------------
@@ -174,6 +182,8 @@ class Rounds(msgspec.Struct, frozen=True):
     round: int = 0
     attempt: int = 0
     opened_s: float = 0.0  # start of the running attempt, on this process's clock
+    passed_s: float = 0.0  # seconds of the attempt at the latest restart of the coordinator within it
+    restarts: int = 0  # of the coordinator within the attempt
     allowed_s: float | None = None  # duration allowed for it; None: the cohort's deadline_s
     extended: bool = False  # it has passed its first deadline
     state: BlobRef | None = None
@@ -286,8 +296,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
-            state = replace(state, phase=begun, state=fact.state, began_s=now_s, opened_s=now_s, settles=fact.settles)
-            state = replace(state, ordered=fact if fact.actions else None, settling=fact.settling)
+            state = replace(_timed_anew(state, now_s), phase=begun, state=fact.state, began_s=now_s)
+            state = replace(state, settles=fact.settles, ordered=fact if fact.actions else None, settling=fact.settling)
             if fact.begins < state.round:
                 return _taken_back(state, fact.begins)
             return state if fact.begins == state.round and not state.answered else _cleared(state, fact.begins)
@@ -297,7 +307,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             return _surveyed(state, fact)
         case Resumed():
             phase: Phase = "open" if state.asked or state.answered else "selecting"
-            state = replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, reason="")
+            state = replace(_timed_anew(state, now_s), phase=phase, extended=False, attempt=0, reason="")
             return replace(state, declined={}, refused={}, idle=frozenset(), silent=(), began_s=now_s)
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
@@ -322,16 +332,23 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Extended():
             return replace(state, allowed_s=None, extended=True)
         case Reopened():
-            state = replace(state, attempt=fact.attempt, opened_s=now_s, extended=False, due=frozenset())
+            state = replace(_timed_anew(state, now_s), attempt=fact.attempt, extended=False, due=frozenset())
             silent = (*(device for device in state.silent if device not in state.asked), *sorted(state.asked))
             return replace(state, silent=silent, asked=frozenset(), declined={}, idle=frozenset())
+        case Restarted(passed_s=passed_s):
+            return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
         case Committed():
             return _committed(state, fact, now_s)
 
 
+def _timed_anew(state: Rounds, now_s: float) -> Rounds:
+    """The state with an attempt that begins now."""
+    return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
+
+
 def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
     if state.phase == "selecting":
-        state = replace(state, phase="open", opened_s=now_s, allowed_s=fact.deadline_s, extended=False)
+        state = replace(_timed_anew(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
         state = replace(state, asked_s={}, work={}, roll=frozenset())
     return replace(
         state,
@@ -351,7 +368,7 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
     answered = {name: update for name, update in state.answered.items() if name != device}
     through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
     if state.phase == "closing":
-        state = replace(state, phase="open", opened_s=now_s, extended=False)
+        state = replace(_timed_anew(state, now_s), phase="open", extended=False)
     folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
     state = replace(state, answered=answered, through=through, folded=folded, asked_s=asked_s)
     return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
@@ -386,9 +403,8 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
     took_part = {device: state.history.get(device, NEVER).plus(state.round) for device in state.answered}
     history, checked = {**state.history, **took_part}, state.over and not state.settling
     spent = replace(state.spent, wall_s=state.spent.wall_s + fact.took_s)
-    after = replace(
-        _cleared(state, state.round + 1), phase="selecting", opened_s=now_s, began_s=now_s, state=fact.state
-    )
+    after = _timed_anew(_cleared(state, state.round + 1), now_s)
+    after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
     after = replace(after, extra=state.extra + fact.settled, spent=spent)
     return replace(after, settling=state.settles and not fact.settled and _evaluated_next(after))

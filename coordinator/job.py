@@ -23,7 +23,7 @@ from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
-from fedquilt.coordinator.rounds import taken_up
+from fedquilt.coordinator.rounds import restarted, taken_up
 from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.summing import Summing
@@ -52,7 +52,7 @@ HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to
 class Running:
     """One job of the store as its facts have it, which goes on once it is `opened`; what has `large_bytes` is on disk.
 
-    The running attempt has its whole deadline, or, if time goes by the store's clock, what is left (`rounds.taken_up`).
+    The running attempt has its whole deadline or, if time goes by the store's clock, what is left (`rounds.restarted`).
 
     Raises:
         JobError: the job cannot be run as written, or its log or bundle cannot be used.
@@ -86,7 +86,8 @@ class Running:
         wall_s = store.depot.disk.wall_s()
         for _, at, fact in store.facts(self.id, after):
             self._note(fact, apply(self.rounds, fact, now_s - (wall_s - at) * by_wall))
-        self.rounds = self.standing.rounds = taken_up(self.rounds, now_s)
+        self.rounds = self.standing.rounds = taken_up(self.rounds, now_s, by_wall)
+        self._by_wall = by_wall
 
     @property
     def opens_large(self) -> bool:
@@ -102,6 +103,8 @@ class Running:
         """Go on from what `opening` has found."""
         if self.rounds.state is None:
             self.record(Started(found.ref, found.settles), now_s)
+        elif self._by_wall and (fact := restarted(self.rounds, now_s)) is not None:
+            self.record(fact, now_s)
         self.state = found.state
         self.encoded(found.encoded)
         self._begin()

@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from fedquilt.coordinator import deadline, stop
 from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.deadline import Ask, Short
-from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Surveyed
+from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Restarted, Rounds, Surveyed
 
-LEFT = 0.1  # share of its deadline that an attempt has at the least, once a process takes it up
+LEFT = 0.1  # share of its deadline that an attempt has at the least, once another process takes it up
+UNKNOWN = 0.01  # share of it that counts at a restart where the wall clock does not show how long it took
 LATE = 1.05  # times the deadline that a site's round waits at the most; its task has a ninth more (tools/site)
 DECLINED_S = 10.0  # wait for other devices after all those present have declined
 
@@ -51,17 +52,29 @@ def decide(
     return None
 
 
-def taken_up(state: Rounds, now_s: float) -> Rounds:
-    """State of a job that a process takes up, as its log has it with the attempt's beginning on this process's clock.
+def taken_up(state: Rounds, now_s: float, by_wall: bool) -> Rounds:
+    """State of a job that a process takes up, as its log has it with times of this process's clock.
 
-    An attempt has what is left of its deadline, and a tenth of it at the least, in which boards give the answers that
-    they could not. If it seems to begin later than now or to be over, it has its whole deadline again: a wall clock
-    was set, or nobody was here for a long time. Other times are those of this process.
+    Without `by_wall` the log's times say nothing here, and the running attempt has its whole deadline.
     """
-    passed_s, opened_s = now_s - state.opened_s, now_s
-    if state.phase == "open" and 0 <= passed_s < state.deadline_s:
-        opened_s = max(state.opened_s, now_s - (1 - LEFT) * state.deadline_s)
+    opened_s = state.opened_s if by_wall else now_s
     return replace(state, opened_s=opened_s, began_s=now_s, asked_s=dict.fromkeys(state.asked_s, now_s))
+
+
+def restarted(state: Rounds, now_s: float) -> Restarted | None:
+    """Return the event that a process has taken up a running attempt, or None if no limit of time is running.
+
+    The time since the latest restart counts as the wall clock has it. Where that was set back, or on by more than the
+    limit, or no coordinator was there for so long, a hundredth of the limit counts, so that an attempt ends whatever
+    the clocks show. A tenth of the limit is left at the least, for devices that could not answer meanwhile. At the next
+    restart it is a twentieth, and so on, so that an attempt ends however soon its coordinators are killed.
+    """
+    limit_s = state.plan.cohort.start_timeout_s if starting(state) else state.deadline_s
+    if not limit_s or not (starting(state) or state.phase == "open"):
+        return None
+    since_s = now_s - (state.opened_s + state.passed_s)
+    passed_s = state.passed_s + (since_s if 0 < since_s < limit_s else UNKNOWN * limit_s)
+    return Restarted(state.round, min(passed_s, (1 - LEFT * 0.5**state.restarts) * limit_s))
 
 
 def survey(

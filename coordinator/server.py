@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, facts, housekeeping, sites, triggers, turns
+from fedquilt.coordinator import admission, facts, housekeeping, rounds, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.job import Running
@@ -293,7 +293,8 @@ class Server:
         opened, least_s = [], turns.absent(self._claims(now_s))
         for row, job in found:
             self._desk.loans.level(row.id, least_s * row.job.priority, now_s)
-            since_s = self._first_s.setdefault(row.id, now_s)
+            waits_s = job.rounds.opened_s if rounds.starting(job.rounds) else now_s
+            since_s = self._first_s.setdefault(row.id, waits_s)
             opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
         self._desk.garbage.add_all()  # a killed process may have left some
@@ -351,7 +352,7 @@ class Server:
 
     def _close(self, serving: Serving, status: str, now_s: float) -> None:
         if serving.over:
-            self._desk.garbage.add(serving.in_use())
+            self._desk.garbage.add(serving.in_use() - serving.job.pinned())  # the bundle stays for the next run of it
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

@@ -119,8 +119,7 @@ class Serving:
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
-        left = lambda: desk.jobs.get(job.id) is not self  # noqa: E731
-        self.summed = Beside(self, desk.worker, desk.start, desk.executor, left)
+        self.summed = Beside(self, desk.worker, desk.start, desk.executor, lambda: desk.jobs.get(job.id) is not self)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
         self.unreadable: mending.UnreadableError | None = None  # what the disk has not given back: it goes on later
 

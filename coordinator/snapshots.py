@@ -27,7 +27,7 @@ from fedquilt.coordinator.store_rows import DamagedRunError, storing
 from fedquilt.core import UNDECODABLE, StoreError
 from fedquilt.logs import about
 
-RULES: Final = 4  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 5  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
@@ -158,7 +158,8 @@ class Snapshots:
         self._facts[job] = kept.log.facts
         rounds = standing.rounds
         asked_s = dict.fromkeys(rounds.asked_s, now_s)
-        standing.rounds = replace(rounds, opened_s=now_s, began_s=now_s, asked_s=asked_s)
+        opened_s = now_s - rounds.passed_s
+        standing.rounds = replace(rounds, opened_s=opened_s, began_s=now_s, asked_s=asked_s)
         return standing, kept.log.seq
 
     def keep(self, job: str, standing: Standing) -> None:

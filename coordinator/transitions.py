@@ -29,6 +29,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "Folded": {**_STAYS, "closing": ("closing",)},
     "Extended": _STAYS,
     "Reopened": _STAYS,
+    "Restarted": {"selecting": ("selecting",), **_STAYS},
     "Closed": {"open": ("closing",)},
     "Committed": {"closing": ("selecting",)},
     "Ended": {

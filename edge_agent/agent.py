@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -217,7 +217,7 @@ class Agent:
         try:
             self.local.settle(key, accepted, state.counted)
             self.duty.state = state
-            self._clear(offer.update)
+            self._release(offer.update.bundles.values())
         except StoreError as error:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             return
@@ -227,10 +227,11 @@ class Agent:
             )
         self.duty.act(actions, now_s)
 
-    def _clear(self, update: Update) -> None:
-        """Drop an update's blobs that have no other use."""
-        for ref in update.bundles.values():
-            if ref.sha256 not in self._needed():
+    def _release(self, refs: Iterable[BlobRef]) -> None:
+        """Drop blobs that have no other use: another job's update may have the same content."""
+        needed = self._needed()
+        for ref in refs:
+            if ref.sha256 not in needed:
                 self.local.depot.drop(ref.sha256)
 
     def _may_give(self, device: str, sha256: str) -> bool:
@@ -257,7 +258,7 @@ class Agent:
             update.round,
         )
         self.local.settle((update.job, update.round), False, self.duty.state.counted)
-        self._clear(update)
+        self._release(update.bundles.values())
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
@@ -283,9 +284,10 @@ class Agent:
         return self.duty.feed(Fetched(sha256, error), now_s)
 
     def abandon(self, sha256: str) -> None:
-        """See `duty.Surroundings`."""
-        self._transfers.cancel(self.device, sha256)
-        self.local.depot.drop(sha256)
+        """See `duty.Surroundings`; a blob that a release waits for too is fetched on."""
+        if sha256 not in self._needed():
+            self._transfers.cancel(self.device, sha256)
+            self.local.depot.drop(sha256)
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
         """See `duty.Surroundings`."""

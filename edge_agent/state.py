@@ -102,6 +102,8 @@ class Local:
 
     def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, Counted]]:
         """Leftovers of an earlier process: updates to deliver (and whether with private state), and rounds counted."""
+        if self.durable:
+            self.depot.alone()
         if not self._disk.is_dir(self._outbox):
             return {}, {}
         updates: dict[Key, tuple[Update, bool]] = {}

@@ -91,9 +91,11 @@ class Stage:
         limits: Limits | None = None,
         worker: Worker | None = None,
         model: dict[str, np.ndarray] = MODEL,
+        by_wall: bool = False,
         **table: Any,
     ) -> None:
         self.folder, self.broker, self.facts, self.worker = folder, MemoryBroker(), [], worker
+        self.by_wall = by_wall  # whether restarted coordinators go by the store's clock; see `wall_s`
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(model)})
@@ -114,6 +116,7 @@ class Stage:
             only=None if self.all else self.job,
             limits=self.limits or Limits(),
             worker=self.worker,
+            by_wall=self.by_wall,
         )
 
     def add(self, name: str, **table: Any) -> str:

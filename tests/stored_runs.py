@@ -21,6 +21,7 @@ from fedquilt.coordinator.facts import (
     Noted,
     Rejected,
     Reopened,
+    Restarted,
     Resumed,
     Rounds,
     Started,
@@ -117,6 +118,7 @@ def any_fact(roll: random.Random, run: str, now: Rounds) -> AnyFact:
             Declined(now.round, asked[0], code, "x", Short(5, 1.5, None) if code == "memory" else None, "boot 1"),
             Rejected(now.round, asked[0], "not finite"),
             Extended(now.round),
+            Restarted(now.round, 4.5),
             Reopened(now.round, now.attempt + 1),
         ]
     )

@@ -22,6 +22,7 @@ from fedquilt.coordinator.facts import (
     Noted,
     Rejected,
     Reopened,
+    Restarted,
     Resumed,
     Rounds,
     Started,
@@ -135,6 +136,8 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: no quorum by the deadline; the round stays open until there is one"]
         case Reopened():
             return [f"round {fact.round}: no quorum; starting another attempt"]
+        case Restarted(passed_s=passed_s):
+            return [f"round {fact.round}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case Ended():
             return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]
         case Resumed():

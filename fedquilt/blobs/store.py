@@ -85,7 +85,7 @@ class Depot:
         self._doing = partial(Explained, folder=folder)
         self._verified = Verified(disk)
         self._freeing = Freeing(disk)
-        self._kind = "tmp"
+        self._kind = "tmp"  # ending of the files that it is writing
         self._pins: dict[int, set[str]] = {}  # by work item: what it has stored or found
         self._item = threading.local()  # `pins`: those of the work item of this thread
         self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
@@ -206,9 +206,9 @@ class Depot:
 
     def damaged(self, sha256: str) -> None:
         """Put a blob out of use that was found to be damaged, so that its user may store it again."""
-        if self._pack is not None and sha256 in self._pack:
-            return self._pack.drop(sha256)
         with self._doing(f"put the damaged blob {sha256[:12]} aside"):
+            if self._pack is not None and sha256 in self._pack:
+                return self._pack.drop(sha256)
             if self.disk.is_file(self._at(sha256)):
                 self._set_aside(sha256)
 
@@ -353,11 +353,11 @@ class Depot:
 
         Parts, damaged and temporary files go a day after their last write.
         """
-        for sha256 in () if self._pack is None else set(self._pack.names()) - only:
-            with self._pin_lock:
-                if not self._is_pinned(sha256):
-                    self._pack.drop(sha256)  # type: ignore[union-attr]
         with self._doing("collect garbage"):
+            for sha256 in () if self._pack is None else set(self._pack.names()) - only:
+                with self._pin_lock:
+                    if not self._is_pinned(sha256):
+                        self._pack.drop(sha256)  # type: ignore[union-attr]
             for found in self._entries():
                 sha256, _, kind = found.name.partition(".")
                 stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S

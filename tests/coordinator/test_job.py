@@ -239,27 +239,64 @@ def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_
     assert stage.store.depot.has(second.bundles["model"])
 
 
+class Lives:
+    """Coordinators that take up one round, each where the one before was killed, on a wall clock that a test sets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wall_s = 1e9
+        with mock.patch.object(time, "time", side_effect=lambda: self.wall_s):
+            self.made = Round(folder, {"cohort": {"deadline_s": 600}})
+            self.made.ask("ab")
+            self.made.take("a", 1.0)
+
+    def next(self, passed_s: float, by_wall: bool = True) -> float:
+        """Seconds that are left of the deadline once a coordinator is back, when the wall clock is so much later."""
+        self.wall_s += passed_s
+        with mock.patch.object(time, "time", side_effect=lambda: self.wall_s):
+            row = self.made.store.job(self.made.job.id)
+            job = Running(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
+            job.opened(job.opening()(), 7.0)
+        assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
+        return job.rounds.deadline_left_s(7.0)
+
+
 @pytest.mark.parametrize(
-    ("passed_s", "left_s"), [(0.0, 600.0), (400.0, 200.0), (590.0, 60.0), (601.0, 600.0), (-9e8, 600.0), (9e8, 600.0)]
+    ("passed_s", "left_s"), [(400.0, 200.0), (590.0, 60.0), (601.0, 594.0), (-9e8, 594.0), (9e8, 594.0)]
 )
 def test_a_round_that_another_process_takes_up_has_what_is_left_of_its_deadline(
     tmp_path: Path, passed_s: float, left_s: float
 ) -> None:
-    """The wall clock tells: a tenth of the deadline at least, all of it after a set clock or a long time without us."""
-    wall = [1e9]
-    with mock.patch.object(time, "time", side_effect=lambda: wall[0]):
-        made = Round(tmp_path, {"cohort": {"deadline_s": 600}})
-        wall[0] += 50
-        made.ask("ab")
-        wall[0] += 10
-        made.take("a", 1.0)
-        wall[0] += passed_s - 10
-        row = made.store.job(made.job.id)
-        found = Running(row, made.store, 7.0, fedavg.METHOD, by_wall=True).rounds
-        assert found.deadline_left_s(7.0) == pytest.approx(left_s)
-        assert (found.began_s, set(found.asked_s.values())) == (7.0, {7.0})  # other times are this process's
-        assert Running(row, made.store, 7.0, fedavg.METHOD).rounds.deadline_left_s(7.0) == 600  # on virtual time
-        made.store.close()
+    """A tenth of the deadline at least, and nearly all of it where the wall clock does not show how long it took."""
+    assert Lives(tmp_path).next(passed_s) == pytest.approx(left_s)
+
+
+def test_on_virtual_time_a_round_that_is_taken_up_has_its_whole_deadline(tmp_path: Path) -> None:
+    assert Lives(tmp_path).next(400.0, by_wall=False) == 600
+
+
+@pytest.mark.parametrize("life_s", [12.0, 0.5, 0.0, -3600.0, 1e6])
+def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_their_clocks_show(
+    tmp_path: Path, life_s: float
+) -> None:
+    """Lives of a fiftieth of the deadline, shorter ones, and clocks that every boot sets back or on."""
+    lives = Lives(tmp_path)
+    most = 600 / life_s if 0 < life_s < 600 else 100
+    left = [lives.next(life_s) for _ in range(int(most) + 15)]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == pytest.approx(0.0, abs=0.01)
+    assert left[0] >= 588.0
+    assert min(left[: int(0.9 * most)]) >= 59.0
+
+
+def test_a_clock_that_was_wrong_once_costs_a_hundredth_of_the_deadline(tmp_path: Path) -> None:
+    """The next restarts count the time since that one."""
+    lives = Lives(tmp_path)
+    assert [lives.next(each) for each in (100.0, -7200.0, 50.0, 7200.0)] == pytest.approx([500.0, 494.0, 444.0, 438.0])
+
+
+def test_the_time_for_devices_to_be_back_is_halved_at_each_restart(tmp_path: Path) -> None:
+    lives = Lives(tmp_path)
+    assert [lives.next(each) for each in (590.0, 55.0, 25.0, 20.0)] == pytest.approx([60.0, 30.0, 15.0, 7.5])
 
 
 def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it() -> None:

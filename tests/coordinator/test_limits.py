@@ -58,5 +58,5 @@ def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, mon
             return ids
 
         monkeypatch.setattr(housekeeping, "old", old)
-        assert housekeeping.retire(store, Retention(keep=0), 0.0, ()) == [ids[1]]
+        assert housekeeping.retire(store, Retention(keep=0), 0.0) == [ids[1]]
         assert [row.id for row in store.jobs()] == [ids[0]]

@@ -152,7 +152,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
     stage.play()
     assert [(row.id == later, row.status) for row in stage.store.jobs()] == [(False, "failed"), (True, "done")]
     assert "is damaged: fact 1" in caplog.text
-    assert "blobs that seem to be of no use are kept" in caplog.text
+    assert "unreferenced blobs are kept" in caplog.text
     assert all(stage.store.depot.ref(sha256) for sha256 in kept)
     stage.store.close()
 

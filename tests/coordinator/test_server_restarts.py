@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from by_hand import TABLE, Stage, ones
 
-from fedquilt import methods, wire
+from fedquilt import methods, tensors, wire
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import (
@@ -20,6 +20,9 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.views import log, why
+from fedquilt.disk import Disk
+from fedquilt.methods import fedavg
+from fedquilt.transport.link import MemoryBroker
 
 
 def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
@@ -205,3 +208,77 @@ def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path
     stage.play(30.0)
     at_once = [now_s for now_s, due_s, _ in stage.dues[before:] if due_s <= now_s]
     assert len(at_once) <= 8  # one for each attempt at the round
+
+
+class Wall(Disk):
+    """A disk whose computer has the wall clock of a stage, and another one from some starts on."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__()
+        self.broker, self.ahead_s = broker, 1e9
+
+    def wall_s(self) -> float:
+        """See `Disk`."""
+        return self.broker.now_s + self.ahead_s
+
+
+def by_wall(folder: Path, **cohort: float) -> tuple[Stage, Wall]:
+    stage = Stage(folder, by_wall=True, cohort=cohort)
+    wall = Wall(stage.broker)
+    stage.disk = wall
+    stage.restart()
+    return stage, wall
+
+
+@pytest.mark.parametrize("set_s", [0.0, 2.0, -3600.0, 7200.0])
+def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadline(tmp_path: Path, set_s: float) -> None:
+    """Also where each boot sets the wall clock on or back; the update that was here from the first life on counts."""
+    stage, wall = by_wall(tmp_path, deadline_s=50.0, quorum=0.5, attempts=1)
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play(1.0)
+    a.answer(ones(3.0))
+    stage.play(1.0)
+    lives = 0
+    while not stage.told(Ended):
+        assert (lives := lives + 1) < 110
+        wall.ahead_s += set_s
+        stage.restart()
+        stage.play(1.0)
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    (committed,) = stage.told(Committed)
+    state = tensors.unpack(stage.store.depot.load(committed.state.sha256), fedavg.State)
+    assert state.model["1.bias"].tolist() == [3.0, 3.0]
+    assert lives > 10
+    stage.store.close()
+
+
+def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path: Path) -> None:
+    """By two hours, which is longer than the round may take."""
+    for name, set_s in (("back", -7200.0), ("on", 7200.0)):
+        stage, wall = by_wall(tmp_path / name, deadline_s=50.0, quorum=0.5, attempts=1)
+        a, b = stage.hand("a"), stage.hand("b")
+        stage.play(1.0)
+        a.answer(ones(1.0))
+        stage.play(1.0)
+        wall.ahead_s += set_s
+        stage.restart()
+        stage.play(30.0)
+        assert stage.told(Committed) == []
+        b.answer(ones(3.0))
+        stage.play()
+        assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+        stage.store.close()
+
+
+def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path: Path) -> None:
+    """`start_timeout_s` counts from life to life."""
+    stage, _ = by_wall(tmp_path, start_timeout_s=20.0)
+    lives = 0
+    while not stage.told(Ended):
+        assert (lives := lives + 1) < 30
+        stage.play(2.0)
+        stage.restart()
+    (ended,) = stage.told(Ended)
+    assert (ended.status, "within 20 s ([cohort] start_timeout_s)" in ended.reason) == ("failed", True)
+    assert lives >= 9
+    stage.store.close()

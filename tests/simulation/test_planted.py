@@ -196,8 +196,13 @@ def an_epoch_used_again(patch: Patch) -> None:
 
 def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
     """A restarted coordinator counts the deadline of the running attempt from its own start."""
-    plain = job.taken_up
-    patch.setattr(job, "taken_up", lambda state, now_s: replace(plain(state, now_s), opened_s=now_s))
+    plain = job.restarted
+
+    def restarted(state: Rounds, now_s: float) -> facts.Restarted | None:
+        found = plain(state, now_s)
+        return found and replace(found, passed_s=0.0)
+
+    patch.setattr(job, "restarted", restarted)
 
 
 def a_late_profile_that_wakes_nobody(patch: Patch) -> None:

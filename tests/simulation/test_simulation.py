@@ -50,6 +50,11 @@ REPLAYS = (
     "seed=2131 codec=topk rounds=4 size=2 quorum=0.5 over_select=0.5 deadline_s=60.0 jobs=2 twice_s=0.0 beside_s=3.0 "
     "noise:10.61,1.0,0.1,0.0,0.2,0.3",
     "seed=3429 codec=topk rounds=5 jobs=2 twice_s=0.0 beside_s=3.0 crash:coordinator,64,0,0.5,sync",
+    # a job's worker had found a state on the disk that another job, which had the same one, then deleted
+    "seed=5100077 method=local rounds=2 size=2 deadline_s=4.0 jobs=2 beside_s=3.0 slow:dev-2,10.0",
+    # a disk failed while a damaged small blob was put aside, and the coordinator ended by an error without a name
+    "seed=8100087 method=ft_part devices=2 beside_s=0.0 refuse:coordinator,297,5,io crash:dev-1,152,1,1.0 "
+    "crash:coordinator,39,1,1.0",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )

@@ -46,11 +46,7 @@ class Attempts:
 
     def coordinator_starts(self, now_s: float, away_s: float) -> None:
         """Allow the running attempt the time in which no coordinator ran, and a share of the deadline at the least."""
-        if self._opened_s == math.inf:
-            return
-        if now_s - self._opened_s >= self._deadline_s:
-            self._latest_s = now_s + self._deadline_s  # nobody was there for the whole of it: it begins anew
-        else:
+        if self._opened_s < math.inf:
             self._latest_s = max(self._latest_s + away_s, now_s + LEFT * self._deadline_s)
 
     def _open(self, now_s: float) -> None:

@@ -155,6 +155,47 @@ def test_parts_are_kept_for_a_day_and_no_longer(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
+def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_another_processs_stays(
+    tmp_path: Path,
+) -> None:
+    """A large state that was half written would fill the disk for a day, life after life."""
+    owner, other = Depot(tmp_path), Depot(tmp_path)
+    owner.alone()
+    for depot in (owner, other):
+        with depot._temporary() as path:
+            Path(path).write_bytes(b"half")
+            os.link(path, f"{path[:-8]}{path[-4:]}")  # as it stays where the process is killed
+    assert sorted(name[-4:] for name in names(tmp_path)) == [".own", ".tmp"]
+    again = Depot(tmp_path)
+    again.alone()
+    again.alone()
+    assert [name[-4:] for name in names(tmp_path)] == [".tmp"]
+    with again._temporary() as path:
+        Path(path).write_bytes(b"being written")
+        again.alone()
+        again.keep(set())
+        assert Path(path).exists()
+
+
+def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_is_used(tmp_path: Path) -> None:
+    """Neither by name nor with all that nobody names; what others store meanwhile is."""
+    depot, seen = Depot(tmp_path), list[set[str]]()
+    found, other = depot.put(b"found"), depot.put(b"other")
+    item, then = depot.pinning(
+        lambda: (depot.load(found.sha256), depot.put(b"stored")), lambda result, now_s: seen.append(names(tmp_path))
+    )
+    _, stored = item()
+    for _ in range(2):
+        depot.drop(found.sha256)
+        depot.keep(set())
+        assert names(tmp_path) == {found.sha256, stored.sha256}
+    assert not depot.has(other)
+    then(lambda: (b"", stored), 0.0)
+    assert seen == [{found.sha256, stored.sha256}]
+    depot.keep(set())
+    assert names(tmp_path) == set()
+
+
 def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
     """It came another way meanwhile."""
     depot = Depot(tmp_path)

@@ -10,8 +10,8 @@ import numpy as np
 from simulated_fleets import Fleet, facts
 
 from fedquilt import methods, tensors
-from fedquilt.coordinator.facts import Answered, Declined, Rejected
-from fedquilt.core import Answer, Method, Site, Task
+from fedquilt.coordinator.facts import Answered, Declined, Ended, Rejected
+from fedquilt.core import Answer, Method, Site, Task, UpdateError
 from fedquilt.edge_agent.state import PRIVATE
 
 
@@ -88,3 +88,23 @@ def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(flee
     ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
     assert [(fact.round, fact.device) for fact in facts(ended, Declined)] == [(0, "dev-0")]
     assert seen == [[], [], []]
+
+
+def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_refused(fleet: Fleet) -> None:
+    """Both are one blob in the coordinator's store, which the refusal releases while dev-1's is under way."""
+    plain = methods.load("fedavg")
+
+    def fold(state: Any, total: Any, update: Any) -> Any:
+        if update.device == "dev-0":
+            raise UpdateError("not this one")
+        return plain.fold(state, total, update)
+
+    def work(task: Task, site: Site) -> Answer:
+        return Answer({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
+
+    method = replace(plain, work=work, fold=fold)
+    links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
+    ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
+    assert [fact.device for fact in facts(ended, Rejected)] == ["dev-0"]
+    assert [fact.update.device for fact in facts(ended, Answered)] == ["dev-1"]
+    assert [fact.status for fact in facts(ended, Ended)] == ["done"]

@@ -1,0 +1,76 @@
+"""Garbage collection of blobs, beside other processes and other runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from by_hand import TABLE, Stage, ones
+
+from fedquilt.coordinator import housekeeping, requests, settings
+from fedquilt.coordinator.facts import Answered, Committed, Ended
+from fedquilt.coordinator.garbage import GarbageCollector
+from fedquilt.coordinator.rollout_plan import Plan
+from fedquilt.coordinator.store import Store
+
+
+def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path: Path) -> None:
+    """A coordinator collects between the two steps of `deploy`, which is another process."""
+    with Store(tmp_path) as served, Store(tmp_path) as other:
+        collector, put = GarbageCollector(served), other.depot.put
+
+        def overtaken(*given: Any) -> Any:
+            ref = put(*given)
+            if not other._db.in_transaction:
+                collector.add_all()
+                assert collector.collect()
+                assert not served.depot.has(ref)
+            return ref
+
+        other.depot.put = overtaken  # type: ignore[method-assign]
+        requests.deploy(other, Plan(kind="model", name="digits-1"), b"a model")
+        collector.add_all()
+        assert collector.collect()
+        (rollout,) = served.rollouts.all()
+        assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"  # type: ignore[union-attr]
+
+
+def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_deleted(tmp_path: Path) -> None:
+    """Two runs of one job, to which a device has sent the same update; one is stopped and deleted by hand."""
+    stage = Stage(tmp_path)
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(3.0))
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    doomed, stage.job = stage.job, stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    stage.restart()
+    stage.play()
+    a.answer(ones(3.0))
+    stage.play()
+    with Store(tmp_path / "home") as command:
+        swept = housekeeping.remove(command, [doomed])
+    assert not swept.blobs_left
+    stage.restart()
+    stage.play()
+    b.answer(ones(5.0))
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "a", "b"]
+    assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
+    (committed,) = stage.told(Committed)
+    assert stage.store.depot.has(committed.state)
+    stage.store.close()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_nothing_is_deleted_while_a_damaged_log_may_name_it(tmp_path: Path, damaged: bool) -> None:
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse(TABLE), tmp_path)
+        if damaged:
+            store._db.execute("update jobs set status = 'odd' where id = ?", (run,))
+            store._db.commit()
+        left, collector = store.depot.put(b"left"), GarbageCollector(store)
+        collector.add({left.sha256}, soon=True)
+        assert (collector.collect(), store.depot.has(left)) == (not damaged, damaged)
