@@ -20,6 +20,7 @@ class Attempts:
         self._deadline_s, self._slack_s = deadline_s, slack_s
         self._opened_s = math.inf  # no attempt runs
         self._latest_s = math.inf
+        self._began_s = math.inf  # when the attempt, or the coordinator that has it, began
         self._declined = False
 
     def problem(self, event: AnyFact, now_s: float) -> str:
@@ -46,11 +47,17 @@ class Attempts:
 
     def coordinator_starts(self, now_s: float, away_s: float) -> None:
         """Allow the running attempt the time in which no coordinator ran, and a share of the deadline at the least."""
-        if self._opened_s < math.inf:
-            self._latest_s = max(self._latest_s + away_s, now_s + LEFT * self._deadline_s)
+        if self._opened_s == math.inf:
+            return
+        least_s = LEFT * self._deadline_s
+        if now_s - self._began_s >= self._deadline_s:
+            least_s = self._deadline_s  # a clock does not show how long nobody was there
+        self._latest_s = max(self._latest_s + away_s, now_s + least_s)
+        self._began_s = now_s
 
     def _open(self, now_s: float) -> None:
-        self._opened_s, self._latest_s, self._declined = now_s, now_s + self._deadline_s, False
+        self._opened_s = self._began_s = now_s
+        self._latest_s, self._declined = now_s + self._deadline_s, False
 
     def _early(self, now_s: float) -> str:
         """Return that an attempt of which no device declined was given up before its deadline, or ""."""
