@@ -407,6 +407,16 @@ class AgentSide(Side):
 
     truths: dict[str, Truth]
     failures = 0  # tasks that ended otherwise than well
+    counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
+
+    def _gate(self, what: str, where: Place) -> OSError | None:
+        if what == "name" and str(where).endswith(f"/{UPDATE}"):  # an update leaves the outbox
+            job, _, round = Path(where).parent.name.rpartition("@")
+            known = known_rounds(self.platter.root, self._durable).get(job, -1)
+            altered = self._happened["rot"] or self._happened["restore"]
+            if not altered and self.counts(job, int(round)) and int(round) > known:
+                raise BrokenError(f"{self.name} drops its update of round {round} of {job}, which counts, too early")
+        return super()._gate(what, where)
 
     def _will(self) -> tuple[str, bytes]:
         topic = wire.Topics(FLEET).device(self.name, "up", "presence")

@@ -177,6 +177,7 @@ class World:
         for index in range(plan.devices):
             agent = self._side(AgentSide, f"dev-{index}", folder)
             agent.truths = by_method
+            agent.counts = partial(self._counts, agent.name)
             self.agents.append(agent)
         self.sides: list[Side] = [self.coordinator, *self.agents]
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -270,6 +271,9 @@ class World:
     def _submit(self, id: str) -> None:
         with self._operator() as store:
             store.add(self.truths[id].job, self.truths[id].folder, id=id)
+
+    def _counts(self, device: str, job: str, round: int) -> bool:
+        return job in self.coordinator.promises and (round, device) in self.coordinator.promises[job].counted
 
     def _acknowledged(self, device: str) -> None:
         """Let a device die, if it is its time."""
