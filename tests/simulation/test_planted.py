@@ -36,7 +36,6 @@ from fedquilt.testing.faults.world import Theatre
 
 SEEDS = 200
 PART = {"devices": 3, "size": 2, "quorum": 1.0, "over_select": 0.0, "deadline_s": 15.0, "beside_s": -1.0, "jobs": 1}
-WHOLE = {"size": 0, "quorum": 1.0, "over_select": 0.0, "deadline_s": 20_000.0, "jobs": 1}
 TWICE = {"jobs": 2, "twice_s": 0.0, "beside_s": 3.0}  # the same job twice, and a slow worker
 METHODS = ("fedavg", "ditto", "scaffold", "fedrep", "local", "genefl")  # sums of the last one depend on their order
 Patch = pytest.MonkeyPatch
@@ -316,7 +315,7 @@ PLANTS = (
     Planted(a_refusal_kept_after_a_commit, 300000),
     Planted(an_epoch_used_again, 200000),
     Planted(a_deadline_by_the_clock_of_the_process, 300000, {**PART, "only": ("kill", "slow", "death")}),
-    Planted(a_late_profile_that_wakes_nobody, 0, {**WHOLE, "rounds": 5, "only": ("crash", "noise", "noise")}),
+    Planted(a_late_profile_that_wakes_nobody, 300025, {"only": ("crash", "noise")}),
     Planted(a_round_check_off_by_one, 100010),
     Planted(an_outbox_removed_too_early),
     Planted(a_refusal_kept_by_its_device, 200000, {"only": ("worker", "refuse", "stop")}),

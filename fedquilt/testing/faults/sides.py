@@ -277,6 +277,7 @@ class CoordinatorSide(Side):
         super().__init__(*given)
         self.promises: dict[str, JobPromises] = {}  # by job
         self._acknowledged: set[tuple[str, int, str]] = set()  # job, round and device
+        self._sent: set[tuple[str, int, str]] = set()  # job, round and device of each task that this life has sent
         self._epochs = (0, 0)  # the latest one that an earlier life has used, and this life
 
     def _start(self, link: SimLink) -> Server:
@@ -284,6 +285,7 @@ class CoordinatorSide(Side):
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
         self._read_logs()
+        self._sent = set()
         self.store.report = self._recorded
         self._epochs = (max(self._epochs), 0)
         self.begin()
@@ -297,12 +299,16 @@ class CoordinatorSide(Side):
         super().step(now_s)
         if self.inner is not None:
             self.due_s = min(self.due_s, max(self._worker.due_s, now_s))
+            self._require_sent()
 
     def _send(self, topic: str, payload: bytes) -> bytes:
         sent = super()._send(topic, payload)
+        route = wire.route(topic)
+        if route.kind is Task and payload:
+            task = wire.decode(payload, Task)
+            self._sent.add((task.job, task.round, route.device))
         if self.ahead:
             return newer(topic, sent)
-        route = wire.route(topic)
         if route.kind is wire.Ack and wire.decode(payload, wire.Ack).accepted:
             self.acknowledge(route.device)
         return sent
@@ -344,6 +350,17 @@ class CoordinatorSide(Side):
             if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
                 raise BrokenError(f"the log names {lost[0][:12]} before it is synced")
         return super()._gate(what, where)
+
+    def _require_sent(self) -> None:
+        """Raise BrokenError unless each asked device has its task, if its profile is known and no other job has it."""
+        for job in self.inner.jobs():
+            if job.rounds.phase == "open":
+                for device in job.rounds.asked - self.inner.elsewhere(job.id):
+                    known = self.inner.registry.profile_of(device) is not None
+                    if known and (job.id, job.rounds.round, device) not in self._sent:
+                        raise BrokenError(
+                            f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
+                        )
 
     def _promised(self, job: str) -> JobPromises:
         return self.promises.setdefault(job, JobPromises())
@@ -410,7 +427,7 @@ class AgentSide(Side):
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
 
     def _gate(self, what: str, where: Place) -> OSError | None:
-        if what == "name" and str(where).endswith(f"/{UPDATE}"):  # an update leaves the outbox
+        if what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE):  # an update leaves the outbox
             job, _, round = Path(where).parent.name.rpartition("@")
             known = known_rounds(self.platter.root, self._durable).get(job, -1)
             altered = self._happened["rot"] or self._happened["restore"]
