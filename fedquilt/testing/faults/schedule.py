@@ -42,7 +42,7 @@ class Crash(OneSided, frozen=True, tag="crash"):
     call: int
     power: bool
     down_s: float
-    at: Literal["", "publish", "sync"] = ""
+    at: Literal["", "publish", "published", "sync"] = ""
 
 
 class Kill(OneSided, frozen=True, tag="kill"):
@@ -335,9 +335,11 @@ def _when(roll: random.Random, base: Schedule) -> float:
 
 def _crash(roll: random.Random, base: Schedule) -> AnyFault:
     who = roll.choice([COORDINATOR, _who(roll, base)])
-    at: Literal["", "publish", "sync"] = roll.choice(["", "publish", "sync"])
+    at: Literal["", "publish", "published", "sync"] = roll.choice(["", "publish", "sync"])
     share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED}[at]
     call = max(1, int(_call(roll, base, who) * share))
+    if at == "publish" and call % 2:
+        at = "published"
     return Crash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
 
 
