@@ -55,6 +55,9 @@ REPLAYS = (
     # a disk failed while a damaged small blob was put aside, and the coordinator ended by an error without a name
     "seed=8100087 method=ft_part devices=2 beside_s=0.0 refuse:coordinator,297,5,io crash:dev-1,152,1,1.0 "
     "crash:coordinator,39,1,1.0",
+    # a disk failed in the middle of a refusal, and the update was offered again of which the disk had a part
+    "seed=91253 codec=topk rounds=5 size=2 over_select=0.5 deadline_s=60.0 check=2 jobs=2 twice_s=10.84 beside_s=3.0 "
+    "stop:12.28,1.0 refuse:dev-1,106,1,readonly refuse:dev-2,167,5,readonly noise:14.19,5.0,0.1,0.2,0.2,0.3",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )
