@@ -220,7 +220,9 @@ class Agent:
             self._release(offer.update.bundles.values())
         except StoreError as error:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
-            return
+            if accepted:
+                return
+            self.duty.state = state  # what is left of a refused update on the disk may be too little to offer it again
         if not accepted:
             log.warning(
                 "the update of %s, round %d, was refused: %s", *key, reason, extra=about(run=key[0], round=key[1])

@@ -316,9 +316,12 @@ def _acked(state: State, event: Acked, now_s: float) -> Step:
     if offer is not None and not event.accepted and event.attempt != offer.update.attempt:
         return state, ()  # it was asked for again since, and may be counted by what was offered then
     counted = dict(state.counted)
+    asked_epoch = event.epoch if offer is None else offer.update.epoch
     if event.accepted:
         before = counted.pop(job, Counted(-1))  # popped, so that the latest job is last
-        later = event.epoch > before.epoch or round > before.round
+        # an earlier round counts instead if a coordinator from an older copy asked for it, not if it answers late
+        asked_again = event.epoch > before.epoch and (round == before.round or asked_epoch > before.epoch)
+        later = round > before.round or asked_again
         counted[job] = Counted(round, event.epoch) if later else before
         counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
     if event.accepted and offer is not None and offer.since_s is not None:

@@ -67,6 +67,7 @@ class Pack:
         self._unsettled = self._named = False  # whether a blob, or the file's name, is not on the disk yet
         if disk.is_file(path):
             self._scan()
+            self._unsettled = True  # an earlier process may have ended before it synced its last blobs
 
     def __contains__(self, sha256: str) -> bool:
         return sha256 in self._at

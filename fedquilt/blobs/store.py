@@ -92,6 +92,7 @@ class Depot:
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
+            self._unsynced = durable and make  # an earlier process may have ended before it synced the last names
             self._pack = None if durable else Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
     def alone(self) -> None:
@@ -195,7 +196,8 @@ class Depot:
         if self._pack is not None and (size := self._pack.size(ref.sha256)) is not None:
             return size == ref.size
         with self._doing(f"look for blob {ref.sha256[:12]}"):
-            found = self._sound(ref.sha256)
+            if (found := self._sound(ref.sha256)) is not None:
+                self._sync_names()
         return found is not None and found.size == ref.size
 
     def doubt(self) -> None:
@@ -253,6 +255,7 @@ class Depot:
         self._pin(ref.sha256)
         with suppress(OSError):  # then it is stored
             if self._sound(ref.sha256) is not None:  # a stowed blob may be dropped by its user
+                self._sync_names()
                 return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
             self._store(payload, ref.sha256)
@@ -485,7 +488,13 @@ class Depot:
             self.disk.unlink(path)
 
     def _place(self, path: str, sha256: str) -> None:
+        self._unsynced = self._durable
         self.disk.replace(path, self._at(sha256))
         self._verified.note(self._at(sha256), sha256)
-        if self._durable:
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        """Sync the folder, unless all names of blobs in it are synced."""
+        if self._unsynced:
             self.disk.sync(self.folder)
+            self._unsynced = False

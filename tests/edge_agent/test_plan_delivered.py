@@ -95,6 +95,13 @@ def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
     assert state.counted["j-1"] == Counted(3, 2)
 
 
+def test_a_late_answer_to_an_earlier_round_takes_nothing_back() -> None:
+    """A restarted coordinator answers an update of round 0 again, whose first answer was lost, after round 1 counted."""
+    state, _ = after(Done(update(0, epoch=1), False), Done(update(1, epoch=1), False))
+    state, _ = after(Acked(("j-1", 1), True, epoch=1), Acked(("j-1", 0), True, epoch=2), state=state)
+    assert (dict(state.outbox), state.counted["j-1"]) == ({}, Counted(1, 1))
+
+
 def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_and_worked_for_again() -> None:
     """A restored coordinator has come to the same round by another way; a restarted one has the same state."""
     state, _ = after(Arrived(task(state=A.sha256)), Done(update(state=A.sha256), True))

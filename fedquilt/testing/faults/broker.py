@@ -104,7 +104,7 @@ class SimBroker:
         self.clients: dict[str, SimLink] = {}
         self.woken: set[str] = set()  # clients with something new since the last look
         self.published = 0
-        self._noise, self._roll = tuple(noise), random.Random(seed)
+        self.noise, self._roll = tuple(noise), random.Random(seed)
         self._retained: dict[str, bytes] = {}
         self._queued: dict[str, list[tuple[str, bytes]]] = {}  # of clients whose session is kept while they are away
         self._unsent: dict[str, list[tuple[str, bytes, bool]]] = {}  # of clients that are cut off
@@ -215,6 +215,10 @@ class SimBroker:
             if any(matches(pattern, topic) for pattern in link.filters):
                 self._send(link.name, Message(topic, payload, True))
 
+    def retained(self, topic: str) -> bytes:
+        """Return the message that is retained on a topic, or b"" if there is none."""
+        return self._retained.get(topic, b"")
+
     def next_s(self) -> float:
         """Time of the next delivery or will."""
         return min(self._heap[0][0] if self._heap else math.inf, self._wills[0][0] if self._wills else math.inf)
@@ -253,7 +257,7 @@ class SimBroker:
             self._send(name, Message(topic, payload))
 
     def _send(self, name: str, message: Message) -> None:
-        noise = self._noise_now() if self._noise else None
+        noise = self._noise_now() if self.noise else None
         session = self.clients[name].session
         if noise is None:
             self._sequence += 1
@@ -270,10 +274,10 @@ class SimBroker:
             self._send(name, Message(topic, payload))
 
     def _noise_now(self) -> Noise | None:
-        return next((each for each in self._noise if each.start_s <= self.now_s < each.end_s), None)
+        return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
     def _disturbed(self, payload: bytes) -> list[bytes]:
-        noise = self._noise_now() if self._noise else None
+        noise = self._noise_now() if self.noise else None
         if noise is None:
             return [payload]
         return links.disturbed(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)

@@ -8,9 +8,11 @@ import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fedquilt.disk import Place
+
+LOG: Final = "fedquilt.db-wal"  # name of the write-ahead log
 
 
 class Database:
@@ -32,6 +34,11 @@ class Database:
         made.begin(self, ask)
         self._open.append(made)
         return made
+
+    @property
+    def synced(self) -> bool:
+        """Whether no commit so far could be lost by a power failure."""
+        return self.unsynced is None and all(connection.synchronous for connection in self._open)
 
     def wal_bytes(self) -> int:
         """Size of the write-ahead log."""
@@ -109,7 +116,7 @@ class Connection(sqlite3.Connection):
         found = super().execute(sql, *given)
         if ends:
             self._base.unsynced = before
-            self._ask("sync", "fedquilt.db-wal")  # written, and not safe yet
+            self._ask("sync", LOG)  # written, and not safe yet
             self._base.unsynced = None
         return found
 

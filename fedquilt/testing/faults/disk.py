@@ -157,6 +157,7 @@ class SimDisk(Disk):
 
         def put(part: bytes) -> None:
             if isinstance(known, File):
+                known.rewritten = True
                 known.data, known.mtime_ns = part, self.platter.wall_ns()
             else:
                 self._change([(folder, name, File(part, self.platter.inode(), self.platter.wall_ns()))])
@@ -183,6 +184,7 @@ class SimDisk(Disk):
         node = folder.names.get(name)
         if isinstance(node, File):
             if len(node.data) != size:
+                node.rewritten = node.rewritten or size < len(node.data)
                 node.data = node.data[:size] + bytes(max(0, size - len(node.data)))
         else:
             self._change([(folder, name, File(bytes(size), self.platter.inode(), self.platter.wall_ns()))])
@@ -206,7 +208,7 @@ class SimDisk(Disk):
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         if isinstance(node, File):
-            node.safe = node.data
+            node.safe, node.rewritten = node.data, False
             return
         kept = {index for index, change in enumerate(self.platter.changes) for each in change if each[0] is node}
         if kept:

@@ -2,7 +2,7 @@
 
 A change of a folder's names is lost or kept as a whole (a renamed file is never in both places, nor in none), in any
 combination with others that were not synced either. Of a file that was not synced, a power failure leaves the old
-bytes, the new ones, zeros, or a mixture.
+bytes, the new ones, zeros, or a mixture. Synced bytes stay where a file was changed in place and they are the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ TORN_BYTES: Final = 64  # a file that was being written ends, or turns into zero
 class File:
     """Bytes of a file: as programs see them, and as they are safe on the disk."""
 
-    __slots__ = ("data", "inode", "mtime_ns", "safe")
+    __slots__ = ("data", "inode", "mtime_ns", "rewritten", "safe")
 
     def __init__(self, data: bytes, inode: int, mtime_ns: int, safe: bytes | None = None) -> None:
         self.data, self.inode, self.mtime_ns, self.safe = data, inode, mtime_ns, safe
+        self.rewritten = False  # whether it was cut since the last sync, so that no old bytes need stay
 
 
 class Folder:
@@ -143,8 +144,9 @@ class Platter:
         return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
 
     def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
-        """Have the contents of a copy; no process may be running."""
+        """Have the contents of a copy, synced. No process may be running."""
         self.top = copied[0]
+        _sync_all(self.top)
         self.changes.clear()
         for path, image in copied[1].items():
             self.databases[path].restore(image)
@@ -166,7 +168,19 @@ class Platter:
                 self._restore(node, roll)
             elif isinstance(node, File) and (node.safe is None or node.safe is not node.data):
                 self.lost += 1
-                node.data = node.safe = torn(node.safe or b"", node.data, roll)
+                old, new = node.safe or b"", node.data
+                left = torn(old, new, roll)
+                node.data = node.safe = left if node.rewritten else _kept_in_place(old, new, left)
+                node.rewritten = False
+
+
+def _sync_all(folder: Folder) -> None:
+    folder.safe = dict(folder.names)
+    for node in folder.names.values():
+        if isinstance(node, Folder):
+            _sync_all(node)
+        elif isinstance(node, File):
+            node.safe = node.data
 
 
 def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
@@ -180,6 +194,17 @@ def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
     if way < 0.75:
         return new[:cut]
     return new[:cut] + bytes(len(new) - cut) if way < 0.9 else new[:cut] + old[cut:]
+
+
+def _kept_in_place(old: bytes, new: bytes, left: bytes) -> bytes:
+    """Return what is left of a file, with those blocks that a change in place has not touched."""
+    both = min(len(old), len(new))
+    whole = bytearray(left.ljust(both, b"\0"))
+    for at in range(0, both, TORN_BYTES):
+        end = min(at + TORN_BYTES, both)
+        if old[at:end] == new[at:end]:
+            whole[at:end] = old[at:end]
+    return bytes(whole)
 
 
 def apply(change: Change, *, safe: bool) -> None:

@@ -19,6 +19,8 @@ COORDINATOR: Final = "coordinator"
 ROUND_S: Final = 1.5  # about how long a calm round takes
 AGENT_CALLS: Final = 60  # about how many calls an agent makes in a calm round: to its disk, and to publish
 COORDINATOR_CALLS: Final = 45  # likewise a coordinator, for each device
+PUBLISHED: Final = 0.13  # about the share of these calls that publish a message
+SYNCED: Final = 0.2  # likewise of those that sync something
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):
@@ -32,9 +34,21 @@ class OneSided(Fault, frozen=True):
 
 
 class Crash(OneSided, frozen=True, tag="crash"):
-    """A process ends at one of its calls, counted over all its lives; with `power`, so does its computer."""
+    """A process ends at one of its calls, counted over all its lives; with `power`, so does its computer.
+
+    Only calls of the kind `at` are counted, or all calls if it is "".
+    """
 
     call: int
+    power: bool
+    down_s: float
+    at: Literal["", "publish", "published", "sync"] = ""
+
+
+class Kill(OneSided, frozen=True, tag="kill"):
+    """A process ends at a time, whatever it does then; with `power`, so does its computer."""
+
+    at_s: float
     power: bool
     down_s: float
 
@@ -107,6 +121,12 @@ class Newer(OneSided, frozen=True, tag="newer"):
     """A side is of the next version: its messages have a field that this version does not know."""
 
 
+class Death(OneSided, frozen=True, tag="death"):
+    """A device is destroyed, with its disk, as soon as the coordinator has sent it an acknowledgement."""
+
+    ack: int  # number of the acknowledgement, from 1
+
+
 class Ahead(Fault, frozen=True, tag="ahead"):
     """The coordinator is of the next version for a while: boards do not know a field of its messages."""
 
@@ -135,7 +155,22 @@ class Restore(Fault, frozen=True, tag="restore"):
 
 
 AnyFault: TypeAlias = (
-    Crash | Refuse | Noise | Cut | Broker | Jump | Slow | Worker | Stop | Newer | Ahead | Second | Rot | Restore
+    Crash
+    | Kill
+    | Refuse
+    | Noise
+    | Cut
+    | Broker
+    | Jump
+    | Slow
+    | Worker
+    | Stop
+    | Newer
+    | Death
+    | Ahead
+    | Second
+    | Rot
+    | Restore
 )
 KINDS: Final[dict[str, type[Fault]]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}
 LATER: Final = ("rot", "restore")
@@ -157,6 +192,7 @@ class Schedule(msgspec.Struct, frozen=True):
     check: int = 0  # rounds between evaluations
     jobs: int = 1
     also: str = ""  # method of the jobs after the first; "": the same
+    twice_s: float = -1.0  # seconds after which the first job is submitted again as the second; below 0: it is not
     payload: int = 1 << 20  # bytes of the largest message
     beside_s: float = -1.0  # until the coordinator's worker has done something; below 0: nothing is large enough for it
     faults: tuple[AnyFault, ...] = ()
@@ -172,10 +208,14 @@ class Schedule(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20, beside_s=-1.0)
 
     def of(self, number: int) -> Schedule:
-        """The same federation as one of its jobs sees it, by the job's number."""
+        """Return the schedule with the settings of one of its jobs, by the job's number."""
         if not number or not self.also:
             return self
         return msgspec.structs.replace(self, method=self.also, codec="raw", also="")
+
+    def name(self, number: int) -> str:
+        """Return the name of a job, by its number. Seeds depend on it."""
+        return "sim0" if self.twice_s >= 0 else f"sim{number}"
 
     def text(self) -> str:
         """Words from which `parse` makes the same schedule."""
@@ -189,8 +229,8 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def _word(fault: AnyFault) -> str:
-    values = (getattr(fault, name) for name in fault.__struct_fields__)
-    told = (str(int(value)) if isinstance(value, bool) else f"{value}" for value in values)
+    values = [getattr(fault, name) for name in fault.__struct_fields__]
+    told = (str(int(value)) if isinstance(value, bool) else f"{value}" for value in values if value != "")
     return f"{fault.__struct_config__.tag}:{','.join(told)}"
 
 
@@ -210,7 +250,11 @@ def parse(text: str) -> Schedule:
                 continue
             name, _, rest = word.partition(":")
             kind = KINDS[name]
-            found = dict(zip(kind.__struct_fields__, rest.split(","), strict=True))
+            values = rest.split(",")
+            optional = len(kind.__struct_defaults__)
+            if not len(kind.__struct_fields__) - optional <= len(values) <= len(kind.__struct_fields__):
+                raise ValueError(f"{word} has {len(values)} values")
+            found = dict(zip(kind.__struct_fields__, values, strict=False))
             faults.append(msgspec.convert({"type": name, **found}, AnyFault, strict=False))
         if unknown := given.keys() - set(Schedule.__struct_fields__):
             raise ValueError(f"no setting {', '.join(sorted(unknown))}")
@@ -223,13 +267,17 @@ def parse(text: str) -> Schedule:
 # -- drawing --------------------------------------------------------------------------------------
 
 
-def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Schedule:
-    """A seed's own schedule.
+def drawn(
+    seed: int, methods: Sequence[str], kinds: Sequence[str] = (), only: Sequence[str] = (), **settings: Any
+) -> Schedule:
+    """Draw the schedule of a seed.
 
     Args:
-        seed: of everything.
-        methods: to draw from.
-        kinds: further kinds of faults, of LATER.
+        seed: Seed of everything.
+        methods: Methods to draw from.
+        kinds: Kinds of faults of LATER to draw as well.
+        only: Kinds of faults to draw, or all if it is empty.
+        settings: Settings that are fixed before faults are drawn, by their names in `Schedule`.
     """
     roll = random.Random(f"schedule {seed}")
     method, codec = roll.choice(methods), "raw"
@@ -255,15 +303,19 @@ def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Sched
             over_select=roll.choice([0.0, 0.5]),
             deadline_s=roll.choice([4.0, 15.0, 60.0]),
         )
-    every: list[Callable[[random.Random, Schedule], AnyFault]]
-    every = [_crash, _crash, _crash, _refuse, _noise, _noise, _cut, _broker, _jump, _slow, _worker, _stop, _second]
-    every += [*([] if base.forced else [_newer]), *(_DRAW[kind] for kind in kinds)]
+    base = msgspec.structs.replace(base, **settings)
+    likely = only or ("crash", "crash", "kill", "refuse", "noise", "noise", *_OFTEN, *kinds)
+    every = [_DRAW[kind] for kind in likely if not (base.forced and kind in ("newer", "death"))]
     count = roll.choice([1, 1, 2, 2, 3, 4])
     faults = tuple(roll.choice(every)(roll, base) for _ in range(count))
-    if base.jobs > 1 or roll.random() < 0.2:  # jobs side by side, half of the time of different methods
-        base = msgspec.structs.replace(base, jobs=2, also=roll.choice(["", roll.choice(methods)]))
-    beside_s = roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0])
-    if roll.random() < 0.1:
+    if (base.jobs > 1 or roll.random() < 0.2) and "jobs" not in settings:
+        also, twice_s = roll.choice(methods), roll.choice([0.0, 0.0, _when(roll, base)])
+        way = roll.choice(["same method", "other method", "twice"])
+        base = msgspec.structs.replace(
+            base, jobs=2, also=also if way == "other method" else "", twice_s=twice_s if way == "twice" else -1.0
+        )
+    beside_s = settings.get("beside_s", roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0]))
+    if roll.random() < 0.1 and not only:
         faults = (*faults, Ahead(_when(roll, base), roll.choice([1.0, 10.0, 60.0])))
     return msgspec.structs.replace(base, faults=faults, beside_s=beside_s)
 
@@ -282,8 +334,18 @@ def _when(roll: random.Random, base: Schedule) -> float:
 
 
 def _crash(roll: random.Random, base: Schedule) -> AnyFault:
-    who = _who(roll, base)
-    return Crash(who, _call(roll, base, who), roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]))
+    who = roll.choice([COORDINATOR, _who(roll, base)])
+    at: Literal["", "publish", "published", "sync"] = roll.choice(["", "publish", "sync"])
+    share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED}[at]
+    call = max(1, int(_call(roll, base, who) * share))
+    if at == "publish" and call % 2:
+        at = "published"
+    return Crash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
+
+
+def _kill(roll: random.Random, base: Schedule) -> AnyFault:
+    who = roll.choice([COORDINATOR, _who(roll, base)])
+    return Kill(who, _when(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
 
 def _refuse(roll: random.Random, base: Schedule) -> AnyFault:
@@ -336,6 +398,11 @@ def _newer(roll: random.Random, base: Schedule) -> AnyFault:
     return Newer(f"dev-{base.devices - 1}")
 
 
+def _death(roll: random.Random, base: Schedule) -> AnyFault:
+    """Of the last device, as of `_newer`: the others are as many as a cohort needs."""
+    return Death(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
+
+
 def _second(roll: random.Random, base: Schedule) -> AnyFault:
     return Second(_when(roll, base))
 
@@ -348,4 +415,21 @@ def _restore(roll: random.Random, base: Schedule) -> AnyFault:
     return Restore(_when(roll, base), roll.choice([1.0, 2.0, 4.0]))
 
 
-_DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {"rot": _rot, "restore": _restore}
+_OFTEN: Final = ("cut", "broker", "jump", "slow", "worker", "stop", "second", "newer", "death")
+_DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {
+    "crash": _crash,
+    "kill": _kill,
+    "refuse": _refuse,
+    "noise": _noise,
+    "cut": _cut,
+    "broker": _broker,
+    "jump": _jump,
+    "slow": _slow,
+    "worker": _worker,
+    "stop": _stop,
+    "newer": _newer,
+    "death": _death,
+    "second": _second,
+    "rot": _rot,
+    "restore": _restore,
+}

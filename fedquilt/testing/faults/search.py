@@ -108,6 +108,7 @@ def play(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = (), amon
         happened += found
         covered.update({name for name in found if found[name]} | {f"method {plan.method}", f"codec {plan.codec}"})
         covered["two jobs at once" if plan.jobs > 1 else "one job"] += 1
+        covered["the same job twice"] += plan.twice_s >= 0
         covered["all devices in each round" if plan.forced else "a part of the devices in a round"] += 1
     return Played(count, theatre.rounds - before, happened, covered, tuple(failures))
 
@@ -177,7 +178,7 @@ def _smaller(plan: Schedule) -> Iterator[Schedule]:
     faults = plan.faults
     for index in range(len(faults)):
         yield msgspec.structs.replace(plan, faults=(*faults[:index], *faults[index + 1 :]))
-    for name in ("jobs", "also", "check", "codec", "payload", "method", "over_select", "quorum"):
+    for name in ("jobs", "also", "twice_s", "check", "codec", "payload", "method", "over_select", "quorum"):
         yield msgspec.structs.replace(plan, **{name: getattr(PLAIN, name)})
     if plan.size and not any(isinstance(fault, Newer) for fault in faults):  # who is not heard cannot be waited for
         yield msgspec.structs.replace(plan, size=0, quorum=1.0, over_select=0.0, deadline_s=PLAIN.deadline_s)

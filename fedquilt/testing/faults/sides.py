@@ -8,28 +8,32 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Folded, Rounds, apply
+from fedquilt.coordinator.facts import AnyFact, Rounds, apply
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.snapshots import Standing
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Here, Then
-from fedquilt.core import FedquiltError, JobError, StoreError
+from fedquilt.core import JobError, StoreError, Task, Update
 from fedquilt.disk import Place
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.remembered import Remembered
 from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.state import UPDATE
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink, newer
+from fedquilt.testing.faults.database import LOG
 from fedquilt.testing.faults.disk import Crash, SimDisk
+from fedquilt.testing.faults.durable import DurableDisk, JobPromises, lost_blobs, named_blobs
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
 
@@ -44,8 +48,8 @@ MOMENT_S: Final = 0.001  # shorter than a message's way
 ERRORS: Final = {"full": errno.ENOSPC, "readonly": errno.EROFS, "io": errno.EIO}
 
 
-class BrokenError(FedquiltError):
-    """What must hold does not."""
+class BrokenError(BaseException):
+    """A check has failed. No `except Exception` of the checked code may catch it."""
 
 
 class Side(ABC):
@@ -66,18 +70,25 @@ class Side(ABC):
         self.due_s, self.up_s = 0.0, 0.0
         self.inner: Any = None
         self.lives = 0
+        self.ended = False  # whether the process has ended since the world looked last
+        self.dead = False  # whether the computer is gone for good
         self._calls, self._offset_s = 0, 0.0
         self._happened = happened
         self._roll = random.Random(f"{plan.seed} {name}")
         mine = [fault for fault in plan.faults if isinstance(fault, schedule.OneSided) and fault.who == name]
-        self._crashes = {fault.call: fault for fault in mine if isinstance(fault, schedule.Crash)}
+        self._crashes: dict[tuple[str, int], schedule.Crash] = {
+            (fault.at, fault.call): fault for fault in mine if isinstance(fault, schedule.Crash)
+        }
+        self._calls_at = Counter[str]()  # by kind
         self._refusals = [fault for fault in mine if isinstance(fault, schedule.Refuse)]
-        self._newer = any(isinstance(fault, schedule.Newer) for fault in mine)
+        self.newer = any(isinstance(fault, schedule.Newer) for fault in mine)
         self._slow = math.prod(fault.factor for fault in mine if isinstance(fault, schedule.Slow))
         self._work = {fault.start: fault.how for fault in mine if isinstance(fault, schedule.Worker)}
         self._until = max((fault.call + fault.calls for fault in self._refusals), default=0)
         self._fell: schedule.Crash | None = None
+        self.trouble = 0  # faults so far
         self._disk = SimDisk(platter)
+        self._durable = DurableDisk(platter)
         self._starts = 0  # of tasks
         self._beside_s = plan.beside_s
         self._began_s, self._at_once = -1.0, 0  # steps in a row, each of which was due at once, and since when
@@ -111,6 +122,17 @@ class Side(ABC):
         self._end(power=False)
         self.up_s = self.due_s = self.broker.now_s + AGAIN_S
 
+    def kill(self, power: bool, down_s: float) -> None:
+        """End the process, and its computer with `power`. It starts again after `down_s`."""
+        if self.inner is not None:
+            self._end(power=power)
+            self.up_s = self.due_s = self.broker.now_s + down_s
+
+    def die(self) -> None:
+        """Destroy the computer with its disk."""
+        self._end(power=False)
+        self.dead, self.up_s, self.due_s = True, math.inf, math.inf
+
     def sleep(self, seconds: float) -> None:
         """Its own clock jumps."""
         self._offset_s += seconds
@@ -135,9 +157,8 @@ class Side(ABC):
         self._disk = SimDisk(self.platter, self._gate)
         self._link: SimLink = self.broker.connect(self.name, self._will())
         self._link.gate = self._gate
-        if self._newer:
-            self._link.rewrite = newer
-            self._happened["newer"] += 1
+        self._link.rewrite = self._send
+        self._happened["newer"] += self.newer
         self.inner = self._start(self._link)
 
     @abstractmethod
@@ -147,8 +168,18 @@ class Side(ABC):
     def _will(self) -> tuple[str, bytes] | None:
         return None
 
+    def _send(self, topic: str, payload: bytes) -> bytes:
+        """Check what the process sends. Return the bytes as its version writes them."""
+        if payload and not (self._happened["rot"] or self._happened["restore"]):
+            self._require_kept(wire.route(topic), payload)
+        return newer(topic, payload) if self.newer else payload
+
+    @abstractmethod
+    def _require_kept(self, route: wire.Route, payload: bytes) -> None:
+        """Raise BrokenError if a message promises what a power failure could take."""
+
     def _end(self, *, power: bool) -> None:
-        self.inner = None
+        self.inner, self.ended = None, True
         self._disk.end()
         self.broker.gone(self.name)
         if power:
@@ -161,9 +192,11 @@ class Side(ABC):
         if self._fell is not None:
             raise Crash  # whatever runs while a dead process's stack unwinds has not happened
         self._calls += 1
-        crash = self._crashes.pop(self._calls, None)
+        self._calls_at[what] += 1
+        crash = self._crashes.pop(("", self._calls), None) or self._crashes.pop((what, self._calls_at[what]), None)
         if crash is not None:
             self._fell = crash
+            self.trouble += 1
             self._happened["crash"] += 1
             self._happened[f"crash at {what}"] += 1
             self._happened["power"] += crash.power
@@ -172,6 +205,7 @@ class Side(ABC):
             for fault in self._refusals:
                 if fault.call <= self._calls < fault.call + fault.calls and _refused(fault.how, what):
                     self._happened["refuse"] += 1
+                    self.trouble += 1
                     return OSError(ERRORS[fault.how], os.strerror(ERRORS[fault.how]))
         return None
 
@@ -181,14 +215,22 @@ def _refused(how: str, what: str) -> bool:
 
 
 class WatchedStore(Store):
-    """A store that raises BrokenError where a fact names a state that its disk does not hold yet."""
+    """Store that reports each event once it is written."""
+
+    report: Callable[[str, AnyFact], None] = staticmethod(lambda id, fact: None)
+    written: Sequence[tuple[str, AnyFact]] = ()  # events of the transaction that is under way
 
     def append(self, id: str, fact: AnyFact) -> None:
         """See `Store`."""
-        named = fact.state if isinstance(fact, Committed) else fact.sum if isinstance(fact, Folded) else None
-        if named is not None and self.depot.ref(named.sha256) is None:
-            raise BrokenError(f"{id}: the log names {named.sha256[:12]} before it is stored")
+        self._unreported = [*getattr(self, "_unreported", ()), (id, fact)]
         super().append(id, fact)
+
+    def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
+        self.written, self._unreported = getattr(self, "_unreported", []), []
+        super()._write(rows)
+        written, self.written = self.written, []
+        for id, fact in written:
+            self.report(id, fact)
 
 
 class Beside(Here):
@@ -227,16 +269,26 @@ class CoordinatorSide(Side):
 
     observe: Callable[[Any, Any], None]
     load: Callable[[str], Any]
-    acknowledged: set[tuple[str, int, str]]  # job, round and device of every update that it said it has counted
+    acknowledge: Callable[[str], None]  # called with the device of each acknowledgement
+    begin: Callable[[], None]  # called when it starts
     ahead = False  # whether it is of the next version now
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.promises: dict[str, JobPromises] = {}  # by job
+        self._acknowledged: set[tuple[str, int, str]] = set()  # job, round and device
+        self._sent: set[tuple[str, int, str]] = set()  # job, round and device of each task that this life has sent
+        self._epochs = (0, 0)  # the latest one that an earlier life has used, and this life
 
     def _start(self, link: SimLink) -> Server:
         self.store = WatchedStore(Path(self.platter.root), disk=self._disk, every=1)
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
-        self._require_recorded()
-        self._require_same()
-        link.rewrite = self._noted
+        self._read_logs()
+        self._sent = set()
+        self.store.report = self._recorded
+        self._epochs = (max(self._epochs), 0)
+        self.begin()
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         self._worker = Beside(self._beside_s, lambda: self.broker.now_s)
         given = executor, self.store, self.observe, None, self.load, 30.0, FEW
@@ -247,40 +299,109 @@ class CoordinatorSide(Side):
         super().step(now_s)
         if self.inner is not None:
             self.due_s = min(self.due_s, max(self._worker.due_s, now_s))
+            self._require_sent()
 
-    def _noted(self, topic: str, payload: bytes) -> bytes:
-        """What it sends, as its version has it; acknowledgements are noted."""
+    def _send(self, topic: str, payload: bytes) -> bytes:
+        sent = super()._send(topic, payload)
         route = wire.route(topic)
+        if route.kind is Task and payload:
+            task = wire.decode(payload, Task)
+            self._sent.add((task.job, task.round, route.device))
+        if self.ahead:
+            return newer(topic, sent)
+        if route.kind is wire.Ack and wire.decode(payload, wire.Ack).accepted:
+            self.acknowledge(route.device)
+        return sent
+
+    def _require_kept(self, route: wire.Route, payload: bytes) -> None:
         if route.kind is wire.Ack:
             ack = wire.decode(payload, wire.Ack)
+            counted = (ack.round, route.device) in self._promised(ack.job).counted
+            if ack.accepted != counted:
+                said, log = ("", "not ") if ack.accepted else ("not ", "")
+                of = f"the update of {route.device} in round {ack.round} of {ack.job}"
+                raise BrokenError(f"{of} is acknowledged as {said}counted, and is {log}in the log")
             if ack.accepted:
-                self.acknowledged.add((ack.job, ack.round, route.device))
-        return newer(topic, payload) if self.ahead else payload
+                self._acknowledged.add((ack.job, ack.round, route.device))
+                self._require_blobs(ack.job)
+        elif route.kind is Task:
+            task = wire.decode(payload, Task)
+            promised = self._promised(task.job)
+            if task.round != promised.round or route.device not in promised.asked:
+                raise BrokenError(
+                    f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
+                )
+            gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.ref(ref.sha256) is None]
+            if gone:
+                raise BrokenError(f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}")
+            self._require_blobs(task.job)
+        elif route.kind is wire.CoordState:
+            earlier, own = self._epochs
+            state = wire.decode(payload, wire.CoordState)
+            if state.epoch <= earlier:
+                raise BrokenError(
+                    f"the coordinator starts with epoch {state.epoch}, and an earlier start had {earlier}"
+                )
+            self._epochs = (earlier, max(own, state.epoch))
 
-    def _require_recorded(self) -> None:
-        """Raise BrokenError unless the log has every update that an earlier process has acknowledged."""
-        if self._happened["rot"] or self._happened["restore"]:
-            return
-        for job in {job for job, _, _ in self.acknowledged}:
-            facts = [fact for _, _, fact in self.store.facts(job)]
-            known = {(job, fact.round, fact.update.device) for fact in facts if isinstance(fact, Answered)}
-            if lost := {each for each in self.acknowledged if each[0] == job} - known:
-                raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
+    def _gate(self, what: str, where: Place) -> OSError | None:
+        if where == LOG and not (self._happened["rot"] or self._happened["restore"]):  # a transaction is committed
+            wanted = set[str]().union(*(named_blobs(fact) for _, fact in self.store.written))
+            if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
+                raise BrokenError(f"the log names {lost[0][:12]} before it is synced")
+        return super()._gate(what, where)
 
-    def _require_same(self) -> None:
-        """Raise BrokenError unless each job's snapshot and the facts behind it come to what all its facts come to."""
-        if self._happened["rot"]:
-            return
+    def _require_sent(self) -> None:
+        """Raise BrokenError unless each asked device has its task, if its profile is known and no other job has it."""
+        for job in self.inner.jobs():
+            if job.rounds.phase == "open":
+                for device in job.rounds.asked - self.inner.elsewhere(job.id):
+                    known = self.inner.registry.profile_of(device) is not None
+                    if known and (job.id, job.rounds.round, device) not in self._sent:
+                        raise BrokenError(
+                            f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
+                        )
+
+    def _promised(self, job: str) -> JobPromises:
+        return self.promises.setdefault(job, JobPromises())
+
+    def _recorded(self, job: str, fact: AnyFact) -> None:
+        """Note an event of the log, which has to be synced by now with all blobs that it needs."""
+        self._promised(job).add(fact)
+        if not (self._happened["rot"] or self._happened["restore"]):
+            self._require_blobs(job)
+            if not self.platter.database(f"{self.platter.root}/fedquilt.db").synced:
+                raise BrokenError(f"{job}: {type(fact).__name__} is followed before it is synced")
+
+    def _require_blobs(self, job: str) -> None:
+        """Raise BrokenError unless every blob that a job's log needs is there, and is synced."""
+        wanted = self._promised(job).blobs
+        lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
+        lost += [sha256 for sha256 in wanted if self.store.depot.ref(sha256) is None]
+        if lost:
+            raise BrokenError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
+
+    def _read_logs(self) -> None:
+        """Build the promises from the logs.
+
+        Raises:
+            BrokenError: If a log lacks an acknowledged update, or a snapshot does not fit its log.
+        """
+        self.promises = {}
         for row in self.store.jobs():
-            plan = Plan.of(row.job)
+            promised, plan = self._promised(row.id), Plan.of(row.job)
             whole, (standing, upto) = Standing(Rounds(plan)), self.store.snapshots.of(row.id, plan, 0.0)
             self._happened["snapshot"] += upto > 0
             for seq, _, fact in self.store.facts(row.id):
+                promised.add(fact)
                 whole.take(fact, apply(whole.rounds, fact, 0.0))
                 if seq > upto:
                     standing.take(fact, apply(standing.rounds, fact, 0.0))
-            if standing != whole:
+            if standing != whole and not self._happened["rot"]:
                 raise BrokenError(f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}")
+        lost = {each for each in self._acknowledged if each[1:] not in self._promised(each[0]).counted}
+        if lost and not (self._happened["rot"] or self._happened["restore"]):
+            raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
 
     def restore(self, copied: Any) -> None:
         """End the process, and start it again on a copy of its home."""
@@ -293,10 +414,26 @@ class CoordinatorSide(Side):
             return store.lock()
 
 
+def known_rounds(root: str, disk: SimDisk) -> dict[str, int]:
+    """Return the last round of each job that a device knows to be counted."""
+    return {job: counted.round for job, counted in Remembered(Path(root), disk, durable=True).recover().items()}
+
+
 class AgentSide(Side):
     """A device's agent."""
 
     truths: dict[str, Truth]
+    failures = 0  # tasks that ended otherwise than well
+    counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
+
+    def _gate(self, what: str, where: Place) -> OSError | None:
+        if what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE):  # an update leaves the outbox
+            job, _, round = Path(where).parent.name.rpartition("@")
+            known = known_rounds(self.platter.root, self._durable).get(job, -1)
+            altered = self._happened["rot"] or self._happened["restore"]
+            if not altered and self.counts(job, int(round)) and int(round) > known:
+                raise BrokenError(f"{self.name} drops its update of round {round} of {job}, which counts, too early")
+        return super()._gate(what, where)
 
     def _will(self) -> tuple[str, bytes]:
         topic = wire.Topics(FLEET).device(self.name, "up", "presence")
@@ -315,6 +452,29 @@ class AgentSide(Side):
         board = make_board(BOARD)
         boot = f"{self.name}-{self.lives}"
         return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
+
+    def _require_kept(self, route: wire.Route, payload: bytes) -> None:
+        if route.kind is Update:
+            self._require_offer(wire.decode(payload, Update))
+        elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:
+            known = known_rounds(self.platter.root, self._durable).get(claim.job, -1)
+            if claim.counted > known:
+                raise BrokenError(
+                    f"{self.name} reports round {claim.counted} of {claim.job} as counted before it is synced"
+                )
+
+    def _require_offer(self, update: Update) -> None:
+        """Raise BrokenError unless an update that is offered is synced, or its answer is, which could not be noted."""
+        if update.round <= known_rounds(self.platter.root, self._durable).get(update.job, -1):
+            return
+        root, name = self.platter.root, f"{update.job}@{update.round}"
+        wanted = {ref.sha256 for ref in update.bundles.values()}
+        lost = lost_blobs(self._durable, f"{root}/blobs", wanted)
+        entry = f"{root}/outbox/{name}"
+        files = [each.name for each in SimDisk(self.platter).entries(entry)]
+        lost += [file for file in files if not self._durable.is_file(f"{entry}/{file}")]
+        if lost or UPDATE not in files:
+            raise BrokenError(f"{self.name} offers {name} before it is synced: {lost or UPDATE}")
 
     def work(self, order: Order) -> Outcome:
         """Carry out an order: its output lies in its folder afterwards, not synced."""
@@ -337,6 +497,8 @@ class AgentSide(Side):
         how = self._work.get(self._starts)
         if how is not None:
             self._happened["worker"] += 1
+            self.failures += 1
+            self.trouble += 1
         if self._slow > 1:
             self._happened["slow"] += 1
         return how

@@ -159,10 +159,10 @@ class Truth:
     def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
         self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
         self.engine = shop.engine
-        self._same = (plan.codec, plan.rounds, plan.check, number)
+        self._same = (plan.codec, plan.rounds, plan.check, plan.name(number))
         self.job: Job = settings.parse(
             {
-                "name": f"sim{number}",
+                "name": plan.name(number),
                 "method": plan.method,
                 "rounds": plan.rounds,
                 "engine": self.engine,

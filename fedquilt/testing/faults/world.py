@@ -13,27 +13,35 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended, Lost
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, FedquiltError, Method, Update, summed
+from fedquilt.core import Contribution, FedquiltError, Method, Task, Update, summed
 from fedquilt.edge_agent.remembered import Private, Remembered
 from fedquilt.edge_agent.state import UPDATE
-from fedquilt.testing.faults import schedule
+from fedquilt.testing.faults import schedule, selection
+from fedquilt.testing.faults.attempts import Attempts
 from fedquilt.testing.faults.broker import Noise, SimBroker
 from fedquilt.testing.faults.disk import SimDisk
 from fedquilt.testing.faults.platter import Platter
-from fedquilt.testing.faults.schedule import COORDINATOR, Schedule
-from fedquilt.testing.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
+from fedquilt.testing.faults.schedule import COORDINATOR, ROUND_S, Schedule
+from fedquilt.testing.faults.sides import FLEET, AgentSide, BrokenError, CoordinatorSide, Side, known_rounds
 from fedquilt.testing.faults.truth import Node, Truth, Workshop
 
-LIMIT_S: Final = 100_000.0  # virtual, within which every schedule's jobs end
 STEPS_MOST: Final = 2_000
 SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
+REPLY_S: Final = 5.0  # virtual, for messages that follow when a device connects
+RECOVERY_S: Final = 150.0  # virtual, until all that a fault has destroyed is sent again: see `finish_s`
+
+SLACK_S: Final = 1.0  # virtual, until a coordinator that polls notices that an attempt is over
+UNTIMED: Final = (schedule.Broker, schedule.Stop, schedule.Rot, schedule.Restore)
+UNTIMED_THERE: Final = (schedule.Cut, schedule.Jump, schedule.Refuse)
+"""Faults, and faults of the coordinator, by which a deadline is earlier or later than on the simulation's clock."""
 
 Observe = Callable[[str, AnyFact], None]
 S = TypeVar("S", bound=Side)
@@ -127,6 +135,15 @@ def _id(number: int) -> str:
     return f"sim{number}-20260101-000000-00000{number}"
 
 
+def _offered(disk: SimDisk, root: str, id: str) -> set[int]:
+    """Return the rounds of a job of which a device's outbox has an update."""
+    if not disk.is_dir(f"{root}/outbox"):
+        return set()
+    files = [f"{root}/outbox/{each.name}/{UPDATE}" for each in disk.entries(f"{root}/outbox")]
+    updates = [wire.decode(disk.read(file), Update) for file in files if disk.is_file(file)]
+    return {update.round for update in updates if update.job == id}
+
+
 class World:
     """One federation."""
 
@@ -146,22 +163,32 @@ class World:
         self._wall_ns = dict.fromkeys([COORDINATOR], 0)
         self._began_ns = time.time_ns()
         self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
-        self.coordinator.observe, self.coordinator.acknowledged = self._seen, set()
-        self.coordinator.load = self._watched
+        self.coordinator.observe, self.coordinator.load = self._seen, self._watched
+        self.coordinator.acknowledge, self.coordinator.begin = self._acknowledged, self._begun
+        slack_s = SLACK_S + 4 * plan.devices * max(plan.beside_s, 0.0)
+        self._attempts = {id: Attempts(plan.deadline_s, slack_s) for id in self.truths}
+        self._timed = not any(
+            isinstance(each, UNTIMED) or (isinstance(each, UNTIMED_THERE) and each.who == COORDINATOR)
+            for each in plan.faults
+        )
         self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
-        with self._operator() as store:
-            for id, truth in self.truths.items():
-                store.add(truth.job, truth.folder, id=id)
         by_method = {truth.job.method: truth for truth in self.truths.values()}
         self.agents: list[AgentSide] = []
         for index in range(plan.devices):
             agent = self._side(AgentSide, f"dev-{index}", folder)
             agent.truths = by_method
+            agent.counts = partial(self._counts, agent.name)
             self.agents.append(agent)
         self.sides: list[Side] = [self.coordinator, *self.agents]
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._last_s = 0.0  # virtual time at which the coordinator was last seen to run
+        self._entered = 0  # entries of the agenda so far
+        self._trouble_s = 0.0  # virtual time of the last fault so far, or of a job's submission
+        self._deaths = Counter[str]()  # device -> acknowledgements until it dies
         for fault in plan.faults:
             self._enter(fault)
+        for number, id in enumerate(self.truths):
+            self._at(max(plan.twice_s, 0.0) if number else 0.0, "", partial(self._submit, id))
 
     def _side(self, kind: type[S], name: str, folder: Path) -> S:
         self._wall_ns[name] = 0
@@ -173,11 +200,21 @@ class World:
     # -- running --
 
     def run(self) -> None:
-        """Until all jobs have ended, and all answers have arrived.
+        """Play until all jobs have ended and all updates are answered, and once more with all devices connected anew.
 
         Raises:
-            BrokenError: they do not end.
+            BrokenError: If the jobs do not end in time.
         """
+        self._play(lambda: len(self._ended) == len(self.truths) or self._idle())
+        self.broker.noise = ()
+        for side in self.agents:
+            self.broker.cut(side.name, keep=False)
+            self.broker.join(side.name)
+        connected_s = self.broker.now_s
+        self._play(lambda: self.broker.now_s >= connected_s + REPLY_S)
+
+    def _play(self, over: Callable[[], bool]) -> None:
+        """Let everything due happen, until all is over and no device waits for an answer."""
         broker, steps, until_s = self.broker, 0, math.inf
         while True:
             now_s = broker.now_s
@@ -187,19 +224,62 @@ class World:
             for side in self.sides:
                 if side.due_s <= now_s or (side.name in broker.woken and now_s >= side.up_s):
                     broker.woken.discard(side.name)
+                    before = side.trouble
                     side.step(now_s)
                     steps += 1
-            if len(self._ended) == len(self.truths) or self._idle():
+                    if side.trouble != before:
+                        self._trouble_s = max(self._trouble_s, now_s, side.up_s)
+                    if side.ended and isinstance(side, AgentSide):
+                        self._require_known(side)
+                    side.ended = False
+            if self.coordinator.inner is not None:
+                self._last_s = now_s
+            if over():
                 if until_s == math.inf:
                     until_s = now_s + SETTLE_S
                 if self._quiet() or now_s > until_s:
                     return
+            elif (now_s > self._trouble_s + self.finish_s and not self._agenda) or steps > STEPS_MOST:
+                late_s, limit_s = now_s - self._trouble_s, self.finish_s
+                raise BrokenError(
+                    f"the jobs do not end: virtual second {now_s:.0f}, {late_s:.0f} s after the last fault, "
+                    f"{limit_s:.0f} s allowed, {steps} steps"
+                )
             next_s = min([broker.next_s(), *(side.due_s for side in self.sides)])
             if self._agenda:
                 next_s = min(next_s, self._agenda[0][0])
-            if next_s > LIMIT_S or steps > STEPS_MOST:
-                raise BrokenError(f"the jobs do not end: virtual second {now_s:.0f}, {steps} steps")
             broker.now_s = max(now_s, next_s)
+
+    @property
+    def finish_s(self) -> float:
+        """Virtual seconds that the jobs may take after the last fault.
+
+        A round takes as long as its slowest device, where it waits for all. Where it does not, every device that
+        cannot answer in time costs each round an attempt, which lasts until its deadline, and two attempts more may
+        have suffered from the faults. Until everything lost is sent again, `RECOVERY_S` pass: repetitions are at most
+        60 s apart.
+        """
+        plan = self.plan
+        slowest_s = max(side.work_s for side in self.agents)
+        rounds = plan.jobs * (plan.rounds + 1)
+        finish_s = RECOVERY_S + rounds * plan.jobs * (slowest_s + ROUND_S + 3 * max(plan.beside_s, 0.0))
+        if plan.forced:
+            return finish_s
+        useless = sum(side.dead or side.work_s >= plan.deadline_s or side.newer for side in self.agents)
+        return finish_s + (rounds * useless + 2) * plan.deadline_s
+
+    def _submit(self, id: str) -> None:
+        with self._operator() as store:
+            store.add(self.truths[id].job, self.truths[id].folder, id=id)
+
+    def _counts(self, device: str, job: str, round: int) -> bool:
+        return job in self.coordinator.promises and (round, device) in self.coordinator.promises[job].counted
+
+    def _acknowledged(self, device: str) -> None:
+        """Let a device die, if it is its time."""
+        self._deaths[device] -= 1
+        if self._deaths[device] == 0:
+            self._at(self.broker.now_s, "death", next(side for side in self.agents if side.name == device).die)
 
     def _idle(self) -> bool:
         """Whether the coordinator serves no job, though nobody has stopped one: none is left to be served."""
@@ -211,14 +291,22 @@ class World:
 
     def _quiet(self) -> bool:
         """Whether no device waits for an answer."""
-        return all(side.inner is not None and not side.inner.duty.state.outbox for side in self.agents)
+        return all(side.dead or (side.inner is not None and not side.inner.duty.state.outbox) for side in self.agents)
 
     def _seen(self, job: object, fact: AnyFact) -> None:
         id: str = job.id  # type: ignore[attr-defined]
         self.committed += isinstance(fact, Committed)
         if isinstance(fact, Ended) and fact.status != "stopped":
             self._ended[id] = fact
+        wrong = self._attempts[id].problem(fact, self.broker.now_s)
+        if wrong and self._timed:
+            raise BrokenError(f"{id}: {wrong}")
         self._observe(id, fact)
+
+    def _begun(self) -> None:
+        """Note that the coordinator starts."""
+        for each in self._attempts.values():
+            each.coordinator_starts(self.broker.now_s, self.broker.now_s - self._last_s)
 
     def _watched(self, name: str) -> Method:
         """A method that holds whoever folds to each device once, and to their order unless its fold adds up in any."""
@@ -242,6 +330,8 @@ class World:
     def _enter(self, fault: schedule.AnyFault) -> None:
         kept: list[Any] = []
         match fault:
+            case schedule.Kill(who, at_s, power, down_s):
+                self._at(at_s, "kill", lambda: self._kill(who, power, down_s))
             case schedule.Cut(who, start_s, length_s, keep):
                 self._at(start_s, "cut", lambda: self.broker.cut(who, keep=keep))
                 self._at(start_s + length_s, "", lambda: self.broker.join(who))
@@ -256,6 +346,8 @@ class World:
             case schedule.Ahead(start_s, length_s):
                 self._at(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
                 self._at(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
+            case schedule.Death(who, ack):
+                self._deaths[who] = min(ack, self._deaths[who] or ack)
             case schedule.Second(at_s):
                 self._at(at_s, "second", self._second)
             case schedule.Rot(who, at_s, place):
@@ -268,9 +360,11 @@ class World:
         def happens() -> None:
             if name:
                 self.happened[name] += 1
+            self._trouble_s = max(self._trouble_s, self.broker.now_s)
             do()
 
-        heapq.heappush(self._agenda, (at_s, len(self._agenda), happens))
+        self._entered += 1
+        heapq.heappush(self._agenda, (at_s, self._entered, happens))
 
     def _jump(self, who: str, sleep_s: float, wall_s: float) -> None:
         side = next((side for side in self.sides if side.name == who), None)
@@ -278,6 +372,13 @@ class World:
             side.sleep(sleep_s)
             side.due_s = max(self.broker.now_s, side.up_s)
             self._wall_ns[who] += int(wall_s * 1e9)
+
+    def _kill(self, who: str, power: bool, down_s: float) -> None:
+        side = next((side for side in self.sides if side.name == who and not side.dead), None)
+        if side is not None:
+            side.kill(power, down_s)
+            self.happened["power"] += power
+            self._trouble_s = max(self._trouble_s, side.up_s)
 
     def _rot(self, who: str, place: float) -> None:
         side = next((side for side in self.sides if side.name == who), None)
@@ -315,11 +416,45 @@ class World:
         """
         with self._operator() as store:
             logs = {id: [fact for _, _, fact in store.facts(id)] for id in self.truths}
+        causes = {side.name: side.failures for side in self.agents}
+        if not self._altered and (wrong := selection.causeless(chain.from_iterable(logs.values()), causes)):
+            raise BrokenError(wrong)
         for id, facts in logs.items():
             truth = self.truths[id]
             cohorts = self._require_log(id, facts, truth)
             for side in self.agents if cohorts else ():
-                self._require_device(id, side, truth, cohorts)
+                if not side.dead:
+                    self._require_device(id, side, truth, cohorts)
+        self._require_cleared()
+
+    @property
+    def _altered(self) -> bool:
+        """Whether something has changed what was synced, so that promises may be broken."""
+        return bool(self.happened["rot"] or self.happened["restore"])
+
+    def _require_known(self, side: AgentSide) -> None:
+        """Raise BrokenError if a device whose process has ended has neither an update that counts nor its answer."""
+        if self._altered or side.dead:
+            return
+        root, disk = side.platter.root, SimDisk(side.platter)
+        known = known_rounds(root, disk)
+        for id, promised in self.coordinator.promises.items():
+            offered = _offered(disk, root, id)
+            for round in (round for round, device in promised.counted if device == side.name):
+                if round > known.get(id, -1) and round not in offered:
+                    raise BrokenError(
+                        f"{side.name} has ended, does not know that round {round} of {id} was counted, and offers it "
+                        "no more"
+                    )
+
+    def _require_cleared(self) -> None:
+        """Raise BrokenError if the broker keeps a task, or a device works on one, now that all jobs have ended."""
+        for side in self.agents:
+            if side.newer or side.dead:  # what it sends is refused, or it sends nothing: nobody clears its task
+                continue
+            if task := self.broker.retained(wire.Topics(FLEET).device(side.name, "dn", "task")):
+                of = wire.decode(task, Task)
+                raise BrokenError(f"all jobs have ended, and {side.name} is still sent round {of.round} of {of.job}")
 
     def _excused(self, facts: list[AnyFact]) -> bool:
         """Whether a job may have failed: a disk has lost what it needs, by a flipped bit or with an older home."""
@@ -348,6 +483,8 @@ class World:
                 counted[fact.round].append(fact.update.device)
             elif isinstance(fact, Lost):  # its device is asked for it again, and counts once more
                 counted[fact.round].remove(fact.device)
+        if not self._altered and (wrong := selection.problem(truth.job, facts)):
+            raise BrokenError(f"{id}: {wrong}")
         anew = [fact.round for fact in facts if isinstance(fact, Answered) and fact.update.note]
         cohorts: tuple[tuple[str, ...], ...] = ()
         for fact, devices in zip(committed, counted, strict=True):
@@ -376,11 +513,7 @@ class World:
             return  # it has counted a round that was played again without it, and has not been asked since
         if last >= 0 and last not in given:
             raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
-        waiting = {
-            wire.decode(disk.read(f"{root}/outbox/{entry.name}/{UPDATE}"), Update).round
-            for entry in disk.entries(f"{root}/outbox")
-            if entry.name.startswith(f"{id}@") and disk.is_file(f"{root}/outbox/{entry.name}/{UPDATE}")
-        }
+        waiting = _offered(disk, root, id)
         if unknown := [round for round in given if round > last and round not in waiting]:
             raise BrokenError(
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"

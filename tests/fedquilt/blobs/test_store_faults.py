@@ -17,8 +17,11 @@ from depot_blobs import BLOB, REF, cut, names
 from forks import CONTEXT
 
 from fedquilt.blobs.store import Depot
-from fedquilt.core import StoreError
-from fedquilt.disk import Disk
+from fedquilt.core import BlobRef, StoreError
+from fedquilt.disk import Disk, Place
+from fedquilt.testing.faults.disk import SimDisk
+from fedquilt.testing.faults.durable import DurableDisk, lost_blobs
+from fedquilt.testing.faults.platter import Platter
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -174,3 +177,22 @@ def raising(error: Exception) -> Callable[..., None]:
         raise error
 
     return called
+
+
+def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path: Path) -> None:
+    """A sync of the folder fails when the blob has just got its name; the next call that finds the blob syncs."""
+    failing = [False]
+
+    def gate(what: str, where: Place) -> OSError | None:
+        return OSError(errno.EIO, "Input/output error") if failing[0] and where == Path("/home/blobs") else None
+
+    platter = Platter("/home", tmp_path)
+    depot = Depot(Path("/home/blobs"), disk=SimDisk(platter, gate))
+    failing[0] = True
+    with pytest.raises(StoreError, match="Input/output error"):
+        depot.put(b"tensors")
+    failing[0] = False
+    ref = BlobRef(sha256=hashlib.sha256(b"tensors").hexdigest(), size=7)
+    assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == [ref.sha256]
+    assert depot.has(ref)
+    assert lost_blobs(DurableDisk(platter), "/home/blobs", [ref.sha256]) == []

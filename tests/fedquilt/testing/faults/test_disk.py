@@ -124,6 +124,25 @@ def test_only_what_was_synced_is_sure_to_survive(platter: Platter) -> None:
     assert any(isinstance(each, bytes) and b"b" in each and each != b"b" * 200 for each in seen)
 
 
+def test_synced_bytes_survive_a_change_in_place_that_does_not_touch_them() -> None:
+    """A file that was cut since has no such bytes."""
+    seen = set()
+    for seed in ROLLS:
+        for cut in (False, True):
+            computer = Platter("/home", Path())
+            disk = SimDisk(computer)
+            disk.write("/home/a", b"a" * 128)
+            disk.sync("/home/a")
+            disk.sync("/home")
+            if cut:
+                disk.resize("/home/a", 0)
+            disk.write_at("/home/a", b"a" * 128 + b"b" * 64, 0)
+            computer.power_fails(random.Random(seed))
+            seen.add((cut, disk.read("/home/a")[:128]))
+    assert {left for cut, left in seen if not cut} == {b"a" * 128}
+    assert (True, b"") in seen
+
+
 def test_a_renamed_file_is_in_one_place(platter: Platter) -> None:
     """Never in both, never in none, whatever else was synced."""
     for seed in ROLLS:

@@ -1,0 +1,73 @@
+"""Whether each attempt at a round has ended by its deadline, on the clock of the simulation."""
+
+from __future__ import annotations
+
+import math
+
+from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Committed, Declined, Ended, Lost, Reopened, Resumed
+from fedquilt.coordinator.rounds import LEFT
+
+
+class Attempts:
+    """Attempts of one job.
+
+    Args:
+        deadline_s: Deadline of an attempt.
+        slack_s: Time that the coordinator may take to notice the deadline.
+    """
+
+    def __init__(self, deadline_s: float, slack_s: float) -> None:
+        self._deadline_s, self._slack_s = deadline_s, slack_s
+        self._opened_s = math.inf  # no attempt runs
+        self._latest_s = math.inf
+        self._began_s = math.inf  # when the attempt, or the coordinator that has it, began
+        self._declined = False
+
+    def problem(self, event: AnyFact, now_s: float) -> str:
+        """Apply an event that is written now. Return what is wrong with the time of an attempt, or ""."""
+        wrong = ""
+        match event:
+            case Declined():
+                self._declined = True
+            case Asked() if self._opened_s == math.inf:
+                self._open(now_s)
+            case Reopened():
+                wrong = self._early(now_s) or self._late(now_s)
+                self._open(now_s)
+            case Resumed() | Lost():
+                self._open(now_s)
+            case Closed():
+                wrong = self._late(now_s)
+                self._opened_s = math.inf
+            case Committed() | Ended():
+                self._opened_s = math.inf
+            case _:
+                pass
+        return wrong
+
+    def coordinator_starts(self, now_s: float, away_s: float) -> None:
+        """Allow the running attempt the time in which no coordinator ran, and a share of the deadline at the least."""
+        if self._opened_s == math.inf:
+            return
+        least_s = LEFT * self._deadline_s
+        if now_s - self._began_s >= self._deadline_s:
+            least_s = self._deadline_s  # a clock does not show how long nobody was there
+        self._latest_s = max(self._latest_s + away_s, now_s + least_s)
+        self._began_s = now_s
+
+    def _open(self, now_s: float) -> None:
+        self._opened_s = self._began_s = now_s
+        self._latest_s, self._declined = now_s + self._deadline_s, False
+
+    def _early(self, now_s: float) -> str:
+        """Return that an attempt of which no device declined was given up before its deadline, or ""."""
+        lasted_s = now_s - self._opened_s
+        if self._declined or lasted_s >= self._deadline_s - self._slack_s:
+            return ""
+        return f"an attempt is given up after {lasted_s:.1f} s, and its deadline is {self._deadline_s:g} s"
+
+    def _late(self, now_s: float) -> str:
+        if self._opened_s == math.inf or now_s <= self._latest_s + self._slack_s:
+            return ""
+        lasted_s, late_s = now_s - self._opened_s, now_s - self._latest_s
+        return f"an attempt has lasted {lasted_s:.1f} s, {late_s:.1f} s longer than its deadline allows"

@@ -1,0 +1,130 @@
+"""What a power failure could not take from a computer, and what its process has promised to others.
+
+A process that acknowledges, offers or asks for something has to keep its word after any power failure. So whatever a
+promise rests on must be synced before the promise is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from typing import Any
+
+from fedquilt.blobs import pack
+from fedquilt.blobs.store import PACK
+from fedquilt.coordinator.facts import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Folded,
+    Lost,
+    Rejected,
+    Reopened,
+    Started,
+)
+from fedquilt.core import BlobRef
+from fedquilt.testing.faults.disk import SimDisk
+from fedquilt.testing.faults.platter import File, Folder, Node, Symlink
+
+
+class DurableDisk(SimDisk):
+    """Read-only view of the synced files of a computer."""
+
+    def _walk(self, parts: list[str]) -> Node | None:
+        node: Node | None = self.platter.top
+        for name in parts:
+            if type(node) is not Folder:
+                return None
+            folder, node = node, node.safe.get(name)
+            while type(node) is Symlink:
+                node = folder.safe.get(node.target)
+        if type(node) is File and node.safe is not node.data:
+            return None if node.safe is None else File(node.safe, node.inode, node.mtime_ns, node.safe)
+        return node
+
+
+def lost_blobs(disk: DurableDisk, folder: str, wanted: Collection[str]) -> list[str]:
+    """Return the digests of the wanted blobs that a power failure could take from a blob store."""
+    missing = {sha256 for sha256 in wanted if not disk.is_file(f"{folder}/{sha256}")}
+    path = f"{folder}/{PACK}"
+    if missing and disk.is_file(path):
+        file = disk.open(path)
+        for slot in pack.slots(file):
+            if slot.sha256 in missing and _digest(file.read(slot.place, slot.size)) == slot.sha256:
+                missing.remove(slot.sha256)
+    return sorted(missing)
+
+
+def _digest(payload: Any) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+def named_blobs(event: AnyFact) -> set[str]:
+    """Return the digests of the blobs that an event names."""
+    match event:
+        case Started() | Committed():
+            return {event.state.sha256}
+        case Folded():
+            return {event.sum.sha256}
+        case Answered():
+            return {ref.sha256 for ref in event.update.bundles.values()}
+        case _:
+            return set()
+
+
+class JobPromises:
+    """Promises that the event log of one job makes.
+
+    Attributes:
+        round: Number of the running round.
+        asked: Devices with a task of the running round.
+        counted: Round and device of each update that counts.
+    """
+
+    def __init__(self) -> None:
+        self.round = 0
+        self.asked: set[str] = set()
+        self.counted: set[tuple[int, str]] = set()
+        self._state: BlobRef | None = None
+        self._sum: Folded | None = None
+        self._updates: dict[str, set[str]] = {}  # device -> digests of its update's blobs
+
+    @property
+    def blobs(self) -> set[str]:
+        """Digests of the blobs without which the job cannot continue."""
+        folded = self._sum.devices if self._sum else ()
+        updates = [blobs for device, blobs in self._updates.items() if device not in folded]
+        refs = (self._state, self._sum.sum if self._sum else None)
+        return {ref.sha256 for ref in refs if ref is not None}.union(*updates)
+
+    def add(self, event: AnyFact) -> None:
+        """Update the promises by the next event of the log."""
+        match event:
+            case Started():
+                self._state = event.state
+            case Asked():
+                self.asked.update(event.devices)
+            case Answered(round, update):
+                self.counted.add((round, update.device))
+                self._updates[update.device] = named_blobs(event)
+                self.asked.discard(update.device)
+            case Declined() | Rejected():
+                self.asked.discard(event.device)
+            case Lost():
+                self.counted.discard((event.round, event.device))
+                self._updates.pop(event.device, None)
+                self.asked.add(event.device)
+                if self._sum and event.device in self._sum.devices:
+                    self._sum = None
+            case Folded():
+                self._sum = event
+            case Closed() | Reopened():
+                self.asked.clear()
+            case Committed():
+                self._state, self._sum, self.round = event.state, None, event.round + 1
+                self._updates.clear()
+            case _:
+                pass

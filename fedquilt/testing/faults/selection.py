@@ -1,0 +1,146 @@
+"""Whether a job has selected the devices that it had to, by an account of its own of what the event log says.
+
+The account knows nothing of the coordinator's state. It draws from the devices that were eligible when the cohort was
+selected, so it finds a device that is skipped without a reason and one that is asked although it declined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from fedquilt.coordinator.cohort import sample
+from fedquilt.coordinator.facts import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Lost,
+    Rejected,
+    Reopened,
+    Resumed,
+    Surveyed,
+)
+from fedquilt.coordinator.refusals import AGAIN_ROUNDS, LASTS
+from fedquilt.coordinator.settings import Job
+
+
+class Selection:
+    """Devices of one job at one point of its event log.
+
+    Args:
+        job: Settings of the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._round, self._opened = 0, False
+        self._eligible: set[str] = set()
+        self._answered: set[str] = set()
+        self._asked: set[str] = set()
+        self._declined: set[str] = set()  # in the running attempt
+        self._silent: list[str] = []  # asked in earlier attempts at the round, the latest last
+        self._since: dict[str, int] = {}  # round in which a device was asked last, or first seen
+        self._refused: dict[str, tuple[str, int]] = {}  # code and round of a device's last refusal
+
+    def problem(self, event: AnyFact) -> str:
+        """Apply the next event. Return what is wrong with the selection that it records, or ""."""
+        match event:
+            case Surveyed():
+                return self._survey(event)
+            case Asked():
+                return self._select(event)
+            case Answered():
+                self._answered.add(event.update.device)
+                self._asked.discard(event.update.device)
+                self._refused.pop(event.update.device, None)
+            case Declined() | Rejected():
+                self._declined.add(event.device)
+                self._asked.discard(event.device)
+                if isinstance(event, Declined):
+                    self._refused[event.device] = (event.code, event.round)
+            case Lost():
+                self._answered.discard(event.device)
+                self._asked.add(event.device)
+            case Closed():
+                self._asked.clear()
+            case Reopened():
+                self._silent = [each for each in self._silent if each not in self._asked] + sorted(self._asked)
+                self._asked.clear()
+                self._declined.clear()
+            case Resumed():
+                self._silent.clear()
+                self._declined.clear()
+                self._refused.clear()
+                self._opened = bool(self._asked or self._answered)
+            case Committed():
+                self._round, self._opened = event.round + 1, False
+                for devices in (self._answered, self._asked, self._declined):
+                    devices.clear()
+                self._silent.clear()
+            case _:
+                pass
+        return ""
+
+    def _survey(self, event: Surveyed) -> str:
+        ineligible = {device: reason for reason, devices in event.passed.items() for device in devices}
+        self._eligible = (self._eligible | set(event.eligible)) - ineligible.keys()
+        self._since = {**dict.fromkeys((*event.eligible, *ineligible), event.round), **self._since}
+        return next(filter(None, map(self._unfounded, ineligible, ineligible.values())), "")
+
+    def _unfounded(self, device: str, reason: str) -> str:
+        """Return what is wrong with an ineligibility reason that stands for a refusal, or ""."""
+        if LASTS.get(reason, "attempt") == "attempt":
+            return ""
+        code, round = self._refused.get(device, ("", -AGAIN_ROUNDS))
+        if code == reason and (LASTS[code] == "start" or self._round < round + AGAIN_ROUNDS):
+            return ""
+        return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
+
+    def _select(self, event: Asked) -> str:
+        cohort = self._job.cohort
+        pool = self._eligible - self._answered - self._asked - self._declined
+        most = fewest = float(len(pool))
+        if cohort.size:
+            wanted = math.ceil((cohort.size - len(self._answered)) * (1 + cohort.over_select))
+            # an asked device that is offline is replaced, except just after the coordinator has started
+            most = min(wanted - len(self._asked & self._eligible), most)
+            fewest = min(wanted - len(self._asked), fewest)
+        right = self._draw(pool, len(event.devices))
+        if event.devices != right or not fewest <= len(event.devices) <= most:
+            return (
+                f"round {event.round}, attempt {event.attempt} selected {', '.join(event.devices)}: of "
+                f"{', '.join(sorted(pool)) or 'no'} eligible devices {', '.join(right) or 'none'} came first, and "
+                f"{fewest:g} to {most:g} were to be selected"
+            )
+        self._opened = True
+        self._asked.update(event.devices)
+        self._since.update(dict.fromkeys(event.devices, event.round))
+        return ""
+
+    def _draw(self, pool: set[str], count: int) -> tuple[str, ...]:
+        """Draw from the pool. Devices that were silent in earlier attempts come last, the longest silent first."""
+        silent = [device for device in self._silent if device in pool]
+        fresh = pool.difference(silent)
+        seed, turns = self._job.seed, self._job.cohort.turns
+        drawn = sample(seed, self._round, fresh, min(count, len(fresh)), since=self._since, turns=turns)
+        return tuple(sorted((*drawn, *silent[: count - len(drawn)])))
+
+
+def problem(job: Job, events: Iterable[AnyFact]) -> str:
+    """Return the first selection of a log that is not what it had to be, or ""."""
+    selection = Selection(job)
+    return next(filter(None, map(selection.problem, events)), "")
+
+
+def causeless(events: Iterable[AnyFact], causes: Mapping[str, int]) -> str:
+    """Return the first device that has declined tasks for its own failure more often than it has failed, or ""."""
+    left = dict(causes)
+    for event in events:
+        if isinstance(event, Declined) and event.code in ("failed", "memory"):
+            left[event.device] = left.get(event.device, 0) - 1
+            if left[event.device] < 0:
+                return f"{event.device} has declined round {event.round} ({event.code}: {event.reason}) without a cause"
+    return ""
