@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import metrics, plugins
-from fedquilt.core import Examples, FedquiltError, ModelError
+from fedquilt.core import Examples, FedquiltError, ModelError, shorten_error
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
@@ -115,7 +115,7 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
             notes += _tensorrt(order, model, one)
         return Outcome(
             metrics=told,
-            note="; ".join(notes)[:1000],
+            note=shorten_error("; ".join(notes)),
             examples=count,
             wall_s=time.perf_counter() - began_s,
             peak_bytes=peak,
@@ -238,7 +238,9 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
         )
         if done.returncode:
             words = done.stdout.decode(errors="replace").strip().splitlines()
-            return [f"trtexec ended with code {done.returncode}: {words[-1][-200:] if words else 'it said nothing'}"]
+            return [
+                f"trtexec ended with code {done.returncode}: {shorten_error(words[-1]) if words else 'it said nothing'}"
+            ]
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, made)
