@@ -25,7 +25,7 @@ from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Worker
-from fedquilt.core import FedquiltError, JobError, StoreError, Update
+from fedquilt.core import FedquiltError, JobError, StoreError, Update, shorten_error
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -74,7 +74,9 @@ class Desk:
 
     def answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
         """Tell a device what became of its update."""
-        self.executor.answer(device, wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000]))
+        self.executor.answer(
+            device, wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
+        )
 
     def renew(self, above: int) -> None:
         """Go on as a later start of the coordinator than this one, if it is not one already."""

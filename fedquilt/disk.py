@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fedquilt.core import StoreError
+from fedquilt.core import DiskFullError, StoreError
 from fedquilt.open_file import OpenFile, write_whole
 from fedquilt.open_file import Place as Place
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures
 BUFFER_BYTES: Final = 256 * 1024
 LOCK_S: Final = 0.05  # seconds between two tries for a lock
 
@@ -394,6 +395,8 @@ class doing(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            mend = self._when_full if full else "check the folder, its owner and the disk"
-            raise StoreError(f"cannot {self._what}: {error.strerror}; {mend}") from None
+            if error.errno in FULL:
+                raise DiskFullError(f"cannot {self._what}: {error.strerror}; {self._when_full}") from None
+            raise StoreError(
+                f"cannot {self._what}: {error.strerror}; check the folder, its owner and the disk"
+            ) from None
