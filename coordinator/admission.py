@@ -179,7 +179,7 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
 def _flooded(state: Rounds | None, arriving: Arriving, device: str) -> Step:
     if state is None or not _asked(state, device):
         return Step(arriving)
-    return Step(None, (Rejected(state.round, device, FLOODED),), (Withdraw(device),))
+    return Step(None, (Rejected(state.round, device, FLOODED, "flooding"),), (Withdraw(device),))
 
 
 def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:

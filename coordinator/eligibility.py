@@ -29,14 +29,20 @@ REASONS: Final[Mapping[str, str]] = {
     "plugin": "lacks a package that the job needs, or has another content of it",
     "battery": "its battery is below [cohort] min_battery, and not charging",
     "hot": "hotter than [cohort] max_temperature_c",
+    "full": "its disk is full: free some space there",
     "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
     "data": "declined for its data: it is asked again once its agent has started anew, or the run is resumed",
+    "budget": "declined such work for its memory budget: it is asked again after some rounds, or for less",
+    **dict.fromkeys(
+        ("diverged", "exception", "model", "update"),
+        "failed at this round's task, and would fail again: it is asked again in the next round",
+    ),
     "method": "declined for the job's method: it is asked again once its agent has started anew, or the run is resumed",
     BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
     SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
 
-ABLE: Final = frozenset({"flooding", "battery", "hot", "memory", "data", "method", BUSY, SHARE})
+ABLE: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
 """Reasons of devices that are there, and are spared."""
 
 
@@ -139,4 +145,8 @@ def _hot(seen: Seen, wants: Wants) -> str | None:
     return "hot" if told.temperature_c > limit else None
 
 
-CHECKS: Final[tuple[Check, ...]] = (_offline, _flooding, _engine, _labels, _codec, _plugin, _battery, _hot)
+def _full(seen: Seen, wants: Wants) -> str | None:
+    return "full" if seen.telemetry is not None and seen.telemetry.disk_full else None
+
+
+CHECKS: Final[tuple[Check, ...]] = (_offline, _flooding, _engine, _labels, _codec, _plugin, _battery, _hot, _full)

@@ -24,7 +24,7 @@ from fedquilt.coordinator.outgoing import Issues
 from fedquilt.coordinator.places import Places, Where
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.worker import LARGE_BYTES
-from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, Wired, WireError
+from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, Wired, WireError, shorten_error
 from fedquilt.logs import about
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link, Message
@@ -331,7 +331,7 @@ class OverLink:
             asked=tuple(sorted(state.asked)[:200]),
             answered=tuple(sorted(state.answered)[:200]),
             deadline_s=state.deadline_s,
-            note=state.reason[:1000],
+            note=shorten_error(state.reason),
         )
         self._publish(topic, message, retain=not over)
         if over:

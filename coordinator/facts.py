@@ -19,7 +19,7 @@ from fedquilt.coordinator.contributed import NEVER, Contributed
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.eligibility import BUSY, SHARE
 from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.refusals import LASTS, NOTHING, Refused
+from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UNKNOWN, UPDATE, Refused
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
 
@@ -69,7 +69,7 @@ class Declined(Fact, frozen=True):
     device: str
     code: str
     reason: str
-    short: Short | None = None  # with "memory": requirements of the task
+    short: Short | None = None  # requirements of the task, where it lacked memory
     start: str = ""  # of its agent, as of `Registry.start`; "": not known
 
 
@@ -82,12 +82,13 @@ class Answered(Fact, frozen=True):
     expected_s: float | None = None  # duration predicted by its profile, at the point at which the task ran
 
 
-class Rejected(Fact, frozen=True):
-    """A device's update may not be folded."""
+class Rejected(Fact, frozen=True, omit_defaults=True):
+    """A device's update may not be folded, or the device sent too much."""
 
     round: int
     device: str
     reason: str
+    code: str = UPDATE  # as of `refusals.REFUSALS`
 
 
 class Lost(Fact, frozen=True):
@@ -144,11 +145,12 @@ class Committed(Fact, frozen=True):
     settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
 
 
-class Ended(Fact, frozen=True):
+class Ended(Fact, frozen=True, omit_defaults=True):
     """The job has ended, or is interrupted until it is resumed."""
 
     status: Literal["done", "failed", "stopped"]
-    reason: str = ""
+    reason: str = ""  # of a round that failed: the cause, and in a second line the fix
+    code: str = ""  # most frequent refusal of a round that failed, as of `refusals.REFUSALS`
 
 
 def failed(error: Exception) -> Ended:
@@ -253,7 +255,8 @@ class Rounds(msgspec.Struct, frozen=True):
 
     def declined_by(self, device: str, code: str, reason: str, ask: Ask, start: str = "") -> Declined:
         """Fact that a device, whose agent is the one of this `start`, declines the task described by `ask`."""
-        return Declined(self.round, device, code, reason, Short.of(ask) if code == "memory" else None, start)
+        lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
+        return Declined(self.round, device, code, reason, Short.of(ask) if lacks_memory else None, start)
 
     def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
         """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
@@ -317,8 +320,9 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             declined = {**state.declined, fact.device: fact.reason}
             roll = state.roll - {fact.device} if isinstance(fact, Declined) else state.roll
             refused, idle, asked = state.refused, state.idle, state.asked - {fact.device}
-            if isinstance(fact, Declined) and LASTS.get(fact.code, "attempt") != "attempt":
-                known = Refused(fact.round, fact.code, fact.reason, frozenset(state.actions), fact.start, fact.short)
+            if REFUSALS.get(fact.code, UNKNOWN).lasts != "attempt":
+                agent = (fact.start, fact.short) if isinstance(fact, Declined) else ("", None)
+                known = Refused(fact.round, fact.code, fact.reason, frozenset(state.actions), *agent)
                 refused = {**refused, fact.device: known}
             if isinstance(fact, Declined) and fact.code == NOTHING:
                 idle = idle | {fact.device}
@@ -389,7 +393,9 @@ def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
 def _cleared(state: Rounds, round: int) -> Rounds:
     """The job before a round of which nothing has happened yet: the running one is committed, or was given up."""
     state = replace(state, round=round, attempt=0, asked=frozenset(), answered={}, declined={})
-    return replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
+    refused = {name: kept for name, kept in state.refused.items() if REFUSALS[kept.code].lasts != "round"}
+    state = replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
+    return replace(state, refused=refused) if len(refused) < len(state.refused) else state
 
 
 def _taken_back(state: Rounds, round: int) -> Rounds:

@@ -30,6 +30,7 @@ class Known:
     online: bool = False
     boot: str = ""
     about: str = ""  # digest of its profile
+    freed: int = 0  # times that disk space was freed
     gone_s: float = -GRACE_S  # when it went offline
     telemetry: Telemetry | None = None  # the last one received
     told_s: float = 0.0  # when it was received
@@ -90,6 +91,7 @@ class Registry:
     def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
         """Note a device's telemetry."""
         known = self._heard(device)
+        known.freed += bool(known.telemetry and known.telemetry.disk_full and message.disk_full is False)
         known.telemetry, known.told_s = message, now_s
 
     def set_aside(self, device: str, until_s: float) -> None:
@@ -102,9 +104,9 @@ class Registry:
         return known.profile if known else None
 
     def start(self, device: str) -> str:
-        """What is another whenever a device's agent has started anew or announced another profile; "": not known."""
+        """Return what differs after a device's agent started, announced another profile or freed disk space, or ""."""
         known = self.devices.get(device)
-        return f"{known.boot} {known.about}" if known is not None and known.boot else ""
+        return f"{known.boot} {known.about} {known.freed}" if known is not None and known.boot else ""
 
     def seen(self, now_s: float) -> dict[str, Seen]:
         """Views of all devices ever heard of; devices gone for a moment count as online. Not to be changed.

@@ -22,7 +22,7 @@ from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds
 from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import needs, require_made_for
-from fedquilt.coordinator.round_metrics import average, missing
+from fedquilt.coordinator.round_metrics import average, missing, unchanged_loss
 from fedquilt.coordinator.rounds import restarted, taken_up
 from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
@@ -74,6 +74,7 @@ class Running:
         self._all_able: tuple[object, Work] | None = None  # fleet at the last look, if the task fitted every device
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: Encoded = {}  # the last of them
+        self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
         self._held = tasks.held_of(row.job.data)
@@ -334,12 +335,15 @@ class Running:
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, rounds.round)
         metrics = average(answered.values())
+        if "work" in rounds.actions and not rounds.settling and "loss" in metrics:
+            self._losses[rounds.counted] = metrics["loss"]
+        told = caveat, short, unchanged_loss(self._losses, self.job.params.get("lr"))
         fact = Committed(
             round=rounds.round,
             state=summing.stored(self._store.depot, *tensors.parts(state)),
             finished=finished,
             metrics=metrics,
-            notes=(*self.method.explain(state), *filter(None, (caveat, short)), *missing(answered.values(), metrics)),
+            notes=(*self.method.explain(state), *filter(None, told), *missing(answered.values(), metrics)),
             took_s=now_s - rounds.began_s,
             settled=rounds.settling,
         )

@@ -19,7 +19,7 @@ from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.outgoing import KINDS
 from fedquilt.coordinator.rollouts import Aborted, AnyFact, Heard, Offered, RolledBack, Rollout, Seen
 from fedquilt.coordinator.store import Store
-from fedquilt.core import FedquiltError, Profile, StoreError
+from fedquilt.core import FedquiltError, Profile, StoreError, shorten_error
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -224,7 +224,7 @@ class Rolling:
             if not state.over:
                 log.error("%s cannot be sent to %s: %s", state.id, device, error, extra=about(device=device))
             if state.status == "running":
-                self._record([(state.id, Aborted(str(error)[:1000], self._store.rollouts.serial()))], now_s)
+                self._record([(state.id, Aborted(shorten_error(str(error)), self._store.rollouts.serial()))], now_s)
             return
         if (phase := state.phase(device)) not in rollouts.SETTLED:
             before = self._sent.get((kind, device), (0.0, RESEND_S / 2))[1]

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fedquilt import labels, wire
 from fedquilt.coordinator.rollout_plan import Plan as Plan
-from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived
+from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived, shorten_error
 from fedquilt.core.messages import UPGRADES
 
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
@@ -298,7 +298,7 @@ def decide(
         return Done()
     if state.without and not state.offered and not fleet:
         why = f"no board that it selects can be upgraded, as {UNABLE}: {', '.join(state.without)}"
-        return Aborted(why[:1000], serial)
+        return Aborted(shorten_error(why), serial)
     failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
@@ -374,4 +374,4 @@ def _why(state: Rollout, failed: Collection[str], answered: int) -> str:
     said = state.heard[first].reason if first in state.heard else ""
     example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {said}' if said else ''}"
     share = f"more than {100 * state.plan.abort_above:g} %"
-    return f"{len(failed)} of {answered} boards failed, {share} ({example})"[:1000]
+    return shorten_error(f"{len(failed)} of {answered} boards failed, {share} ({example})")

@@ -11,6 +11,10 @@ from fedquilt.metrics import KNOWN
 
 CHECK: Final = "check."  # before the names of an evaluation's metrics
 EXAMPLES: Final = f"{CHECK}examples"  # held-out ones that an evaluation was made on
+UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change
+UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none
+LEARNT_LOSS: Final = 0.01  # a smaller loss may stay as it is
+LOW_LR: Final = 1e-4
 
 
 def average(updates: Iterable[Update]) -> dict[str, float]:
@@ -87,3 +91,22 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
     most = max(weight for weight, _ in pairs)
     shares = sum(weight / most for weight, _ in pairs)
     return sum(weight / most / shares * value for weight, value in pairs)
+
+
+def unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
+    """Return what is probably wrong if the loss has not changed since the first round, or None.
+
+    Args:
+        losses: mean training loss of each round of work so far, by its number from 0.
+        lr: the job's learning rate, if it has one.
+    """
+    found = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
+    if len(losses) != UNCHANGED_ROUNDS or len(found) != UNCHANGED_ROUNDS or max(found) < LEARNT_LOSS:
+        return None
+    if max(found) - min(found) > UNCHANGED_SHARE * max(found):
+        return None
+    if isinstance(lr, float) and lr < LOW_LR:
+        cause = f"the learning rate is probably too low ({lr:g}): raise [params] lr"
+    else:
+        cause = "inputs or labels probably do not vary: check them, and set [input] standardise = true"
+    return f"the loss has stayed at {found[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"

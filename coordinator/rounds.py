@@ -11,6 +11,7 @@ depends on nothing but the log, which can explain why a device was not selected.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -20,6 +21,7 @@ from fedquilt.coordinator import deadline, stop
 from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Restarted, Rounds, Surveyed
+from fedquilt.coordinator.refusals import FULL, REFUSALS, UPDATE, Refused
 
 LEFT = 0.1  # share of its deadline that an attempt has at the least, once another process takes it up
 UNKNOWN = 0.01  # share of it that counts at a restart where the wall clock does not show how long it took
@@ -108,9 +110,9 @@ def left_alone(
 ) -> dict[str, str]:
     """Device -> code of its last refusal, for those that would refuse the task of the running round again.
 
-    `refusals.LASTS` says how long each kind of refusal holds. If the other devices are too few for the round, these
-    are asked all the same: the round would wait for ever otherwise, where it can end with their reasons. Only before
-    a round, while no other device is there at all, the round waits for one.
+    `refusals.REFUSALS` says how long each kind of refusal holds. If the other devices are too few for the round,
+    devices that declined in an earlier round are asked once in this one: the round would wait for ever otherwise, and
+    can end with their reasons. Only before a round, while no other device is there at all, the round waits for one.
 
     Args:
         state: of the job.
@@ -127,7 +129,9 @@ def left_alone(
     }
     others = len(devices) - len(found)
     waits = not others and state.phase == "selecting"
-    return {} if not waits and others < needed(state) <= len(devices) else found
+    if waits or not others < needed(state) <= len(devices):
+        return found
+    return {device: code for device, code in found.items() if state.refused[device].round == state.round}
 
 
 def next_s(state: Rounds) -> float:
@@ -311,10 +315,14 @@ def _attend(
             return Closed(state.round)
         if state.deadline_s < state.longest_s and not _all_declined(state):
             return Extended(state.round)
-        if len({*online, *state.answered}) < least(state) or not online or waits:
+        failed = _failed(state, online)
+        if _prevent_quorum(state, failed, {*online, *apart}, quorum(state, want)):
+            return _ended(state, want, failed)
+        failed = {device: kept for device, kept in failed.items() if kept.code != FULL}
+        if len({*online, *state.answered, *failed}) < least(state) or not (online or failed) or waits:
             return Reopened(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
-            return Ended("failed", _no_quorum(state, want))
+            return _ended(state, want, failed)
         return Reopened(state.round, state.attempt + 1)
     if chosen:
         return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
@@ -333,6 +341,46 @@ def _all_declined(state: Rounds) -> bool:
     return bool(state.declined) and not state.asked
 
 
+def _failed(state: Rounds, online: Collection[str]) -> dict[str, Refused]:
+    """Return the devices that would fail again with the task of the running round. `online` holds none of them."""
+    found = {device: kept for device, kept in state.refused.items() if REFUSALS[kept.code].recurs}
+    return {device: kept for device, kept in found.items() if device not in online and device not in state.answered}
+
+
+def _prevent_quorum(state: Rounds, failed: Mapping[str, Refused], present: Collection[str], enough: int) -> bool:
+    """Return whether the round cannot reach its quorum because of devices that would fail again.
+
+    Devices that stayed silent or failed for a passing reason may still answer in another attempt. So may devices with a
+    full disk, unless nobody else is left.
+    """
+    possible = {*present, *state.asked_s, *state.answered}.difference(failed)
+    if possible:
+        possible |= {device for device, kept in failed.items() if kept.code == FULL}
+    return len(possible) < enough <= len(possible | failed.keys())
+
+
+def _ended(state: Rounds, want: int, failed: Mapping[str, Refused]) -> Ended:
+    """Return the end of a job whose round did not reach its quorum: the cause, and in a second line the fix."""
+    of_round = {device: kept for device, kept in state.refused.items() if kept.round == state.round}
+    refused = {device: (kept.code, kept.reason) for device, kept in {**failed, **of_round}.items()}
+    asked = {*state.asked_s, *state.answered, *state.declined, *refused} - state.idle
+    if refused and len(refused) + len(state.answered) >= len(asked):
+        codes = [code for code, _ in Counter(code for code, _ in refused.values()).most_common()]
+        causes = "; ".join(_cause(state.round, code, refused, len(asked)) for code in codes)
+        return Ended("failed", f"{causes}.\nFix: {REFUSALS[codes[0]].fix}.", codes[0])
+    passing = {device: ("", reason) for device, reason in state.declined.items() if device not in refused}
+    return Ended("failed", _no_quorum(state, want, refused | passing))
+
+
+def _cause(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
+    """Return what one kind of refusal was and on how many devices, with the reason that most of them gave."""
+    reasons = [reason for _, (found, reason) in sorted(refused.items()) if found == code]
+    reason, count = Counter(reasons).most_common(1)[0]
+    example = "" if count == len(reasons) else f"{min(d for d, each in refused.items() if each == (code, reason))}: "
+    devices = f"{len(reasons)} of {asked} {'device' if asked == 1 else 'devices'}"
+    return f"{REFUSALS[code].cause} in round {round} on {devices}" + (f" ({example}{reason})" if reason else "")
+
+
 def by_reason(declined: Mapping[str, str], most: int = 5) -> str:
     """The first `most` reasons, each once, after the devices that gave it: "a, b and 6 more: too big; x: NaN"."""
     devices: dict[str, list[str]] = {}
@@ -343,12 +391,12 @@ def by_reason(declined: Mapping[str, str], most: int = 5) -> str:
     return "; ".join(f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told)
 
 
-def _no_quorum(state: Rounds, want: int) -> str:
+def _no_quorum(state: Rounds, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:
     """Outcome of every device asked in the round: the numbers add up, whatever the attempt."""
-    earlier = {device: kept.reason for device, kept in state.refused.items() if kept.round == state.round}
-    reasons = {**earlier, **state.declined}  # of this attempt, and of earlier ones if they hold still
     asked = state.asked_s.keys() | state.answered.keys() | reasons.keys()
-    rejected = state.declined.keys() & state.roll
+    rejected = {device for device, (code, _) in reasons.items() if code == UPDATE} | (
+        state.declined.keys() & state.roll
+    )
     declined = reasons.keys() - rejected - state.idle
     silent = sorted(asked - state.answered.keys() - reasons.keys())
     counts = [
@@ -358,7 +406,7 @@ def _no_quorum(state: Rounds, want: int) -> str:
         *([f"{len(state.idle)} had nothing to do"] if state.idle else []),
         *([f"{len(silent)} stayed silent"] if silent else []),
     ]
-    refused = by_reason(reasons)
+    refused = by_reason({device: reason for device, (_, reason) in reasons.items()})
     enough = quorum(state, want)
     return (
         f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "
@@ -366,7 +414,6 @@ def _no_quorum(state: Rounds, want: int) -> str:
         f"and {enough} {'update is' if enough == 1 else 'updates are'} needed"
         + (f"; refused: {refused}" if refused else "")
         + (f"; silent: {', '.join(silent[:5])}" if silent else "")
-        + "; see to these devices and `fedquilt resume` it (a simulated fleet's: the same `fedquilt fleet` "
-        "again), or run the job anew with another "
-        "[cohort] size, quorum or deadline_s"
+        + ".\nFix: see to these devices and `fedquilt resume` the run (a simulated fleet: the same command again), or "
+        "run the job anew with another [cohort] size, quorum or deadline_s."
     )

@@ -26,7 +26,7 @@ from fedquilt.coordinator.refusals import NOTHING
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import Then, Worker
-from fedquilt.core import FedquiltError, JobError, StoreError, Update
+from fedquilt.core import FedquiltError, JobError, StoreError, Update, shorten_error
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -82,7 +82,9 @@ class Desk:
 
     def answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
         """Tell a device what became of its update."""
-        self.executor.answer(device, wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000]))
+        self.executor.answer(
+            device, wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
+        )
 
     def follow(self, device: str, epoch: int) -> None:
         """Go on as a later start than the one that a device knows: the home may be an older copy.

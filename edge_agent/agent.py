@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -27,8 +28,8 @@ from fedquilt.edge_agent.releases.kind import Kind
 from fedquilt.edge_agent.releases.releases import Releases
 from fedquilt.edge_agent.served import Runner
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
-from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.state import SPARE_BYTES, Local
+from fedquilt.edge_agent.task import budget, failures
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import Worker
 from fedquilt.logs import about
@@ -38,6 +39,8 @@ from fedquilt.transport.malformed import Garbage
 log = logging.getLogger("fedquilt.agent")
 
 PROGRESS_S: Final = 2.0  # shortest interval between progress messages
+FULL_S: Final = 10.0  # longest interval between telemetry messages while the disk is full
+FULL_MOST_S: Final = 60.0  # a disk counts as full for so long: free bytes do not show every quota
 RETELL_S: Final = 5.0  # presence and profile are sent again after this, then after twice as long, and so on:
 RETELL_MOST_S: Final = 600.0  # a broker retains them, but may lose messages it acknowledged
 
@@ -102,13 +105,15 @@ class Agent:
             self,
         )
         self.releases = Releases(self.local, kinds, self.duty, self, settings.releases, clock)
-        if short := budget.no_engine(means.budget_bytes, means.engines):
+        if durable and (short := budget.no_engine(means.budget_bytes, means.engines)):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
         self._means, self.told = means, None  # `told`: the last telemetry
         self._unable = kinds["agent"].unable() if "agent" in kinds else ""
         self._profile = messages.profile(self.device, board, means, self._unable)
         self._progress_s = self._telemetry_s = -math.inf
+        self._full_bytes: int | None = None  # disk space that was free when a task last failed for want of more
+        self._full_s: float | None = None  # when that was reported
 
     @property
     def connected(self) -> bool:
@@ -136,8 +141,7 @@ class Agent:
             self._tell(now_s)
         self._tell_readings(now_s)
         due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
-        telemetry_s = self._telemetry_s + self.settings.telemetry_s
-        return min(due_s, self.duty.due_s(now_s), release_s, telemetry_s, self._tell_s)
+        return min(due_s, self.duty.due_s(now_s), release_s, self._due_telemetry_s(), self._tell_s)
 
     def take(self, settings: AgentSettings) -> None:
         """Go on with other settings: budget (of later tasks), labels, governor and the interval of telemetry.
@@ -196,7 +200,7 @@ class Agent:
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
         except StoreError as error:
-            self.duty.feed(Failed("disk", str(error)), now_s)
+            self.duty.feed(Failed(failures.code(error), failures.sentence(error)), now_s)
 
     def _task(self, payload: bytes, now_s: float) -> None:
         if not payload:
@@ -251,6 +255,9 @@ class Agent:
             self.local.depot.doubt()  # as it may be what the disk has made of a blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason, extra=ids)
         self.publish("claim", claim)
+        if claim.code == "full":
+            self._full_s, self._telemetry_s = None, -math.inf
+            self._full_bytes = self.local.free_bytes()
 
     def drop(self, update: Update) -> None:
         """See `duty.Surroundings`."""
@@ -282,7 +289,7 @@ class Agent:
             try:
                 self.local.require_room(size)
             except StoreError as full:
-                return self.duty.feed(Failed("disk", str(full)), now_s)
+                return self.duty.feed(Failed(failures.code(full), failures.sentence(full)), now_s)
         return self.duty.feed(Fetched(sha256, error), now_s)
 
     def abandon(self, sha256: str) -> None:
@@ -376,7 +383,7 @@ class Agent:
         self.publish("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
 
     def _tell_readings(self, now_s: float) -> None:
-        if now_s < self._telemetry_s + self.settings.telemetry_s:
+        if now_s < self._due_telemetry_s():
             return
         self._telemetry_s = now_s
         self.told = told = messages.telemetry(
@@ -384,6 +391,7 @@ class Agent:
             self._worker.resident_bytes or None,
             self._clock(),
             None if self._runner is None else self._runner.look(),
+            self._is_disk_full(now_s),
         )
         means = self.duty.state.means
         if self._board.points != self._profile.points or means != self._means:  # another power mode, or no GPU any more
@@ -392,6 +400,18 @@ class Agent:
             self.publish("profile", self._profile, retain=True)
         if told is not None:
             self.publish("telemetry", told, reliable=False)
+
+    def _due_telemetry_s(self) -> float:
+        is_full = self.told is not None and self.told.disk_full
+        return self._telemetry_s + (min(self.settings.telemetry_s, FULL_S) if is_full else self.settings.telemetry_s)
+
+    def _is_disk_full(self, now_s: float) -> bool | None:
+        if self._full_bytes is None:
+            return None
+        self._full_s = now_s if self._full_s is None else self._full_s
+        with contextlib.suppress(StoreError):
+            return now_s < self._full_s + FULL_MOST_S and self.local.free_bytes() < self._full_bytes + SPARE_BYTES
+        return True
 
     def publish(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
         """Send the coordinator a message; one that the broker does not take is logged."""

@@ -19,6 +19,7 @@ from fedquilt.edge_agent.events import Arrived, Begin, Done, Failed, Rest, Tick
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.power.task_power import Pacer
+from fedquilt.edge_agent.task import failures
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.edge_agent.task.worker import Worker
 from fedquilt.wire import Claim
@@ -136,7 +137,7 @@ class Duty:
                     case events.Drop(update):
                         self._around.drop(update)
             except StoreError as error:
-                return self.feed(Failed("disk", str(error)), now_s)
+                return self.feed(Failed(failures.code(error), failures.sentence(error)), now_s)
 
     def take(self, means: events.Means, rule: Rule) -> None:
         """Have other means from the next task on, and choose operating points by another rule at once."""
@@ -199,7 +200,7 @@ class Duty:
             wire.decode(wire.encode(update), Update)
             private = self._around.keep(update, outcome.blobs, outcome.private)
         except WireError as error:
-            return self.feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
+            return self.feed(Failed("exception", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
-            return self.feed(Failed("disk", str(error)), now_s)
+            return self.feed(Failed(failures.code(error), failures.sentence(error)), now_s)
         return self.feed(Done(update, private, spent.learned, outcome.planned_bytes), now_s)

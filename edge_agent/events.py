@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 from msgspec import field
@@ -16,7 +16,7 @@ from fedquilt.core import CODECS, BlobRef, Task, Update
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task.budget import Caution
-from fedquilt.wire import Claim
+from fedquilt.wire import Claim, RefusalCode
 
 RESEND_S: Final = 5.0  # an unanswered update is offered again after this, then after twice as long, and so on
 REFETCH_S: Final = 2.0  # likewise for a blob that could not be fetched
@@ -86,7 +86,6 @@ class Rest(msgspec.Struct, frozen=True):
 
 
 Event = Connected | Arrived | Cleared | Fetched | Done | Failed | Acked | Tick | Rest
-RefusalCode = Literal["memory", "data", "engine", "method", "model", "codec", "disk", "failed"]
 
 # -- actions --------------------------------------------------------------------------------------
 

@@ -50,7 +50,11 @@ def _confined(means: Means) -> dict[str, str]:
 
 
 def telemetry(
-    reading: Reading, task_bytes: int | None = None, clock_s: float | None = None, served: Served | None = None
+    reading: Reading,
+    task_bytes: int | None = None,
+    clock_s: float | None = None,
+    served: Served | None = None,
+    disk_full: bool | None = None,
 ) -> Telemetry | None:
     """Telemetry message of a reading, the task's process, the clock and the model runner; None if nothing is known."""
     told = Telemetry(
@@ -58,6 +62,7 @@ def telemetry(
         energy_j=reading.energy_j,
         temperature_c=reading.temperature_c,
         available_bytes=reading.available_bytes,
+        disk_full=disk_full,
         battery=reading.battery,
         charging=reading.charging,
         task_bytes=task_bytes,

@@ -25,7 +25,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from fedquilt.core import BlobRef, Reading, Task, Update
+from fedquilt.core import BlobRef, Reading, Task, Update, shorten_error
 from fedquilt.edge_agent.events import (
     REFETCH_S,
     RESEND_S,
@@ -45,7 +45,6 @@ from fedquilt.edge_agent.events import (
     Learn,
     Offer,
     Open,
-    RefusalCode,
     Rest,
     Say,
     Send,
@@ -57,7 +56,7 @@ from fedquilt.edge_agent.events import (
 from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task import budget
-from fedquilt.wire import Claim
+from fedquilt.wire import Claim, RefusalCode
 
 RESEND_MOST_S: Final = 60.0
 REFETCH_MOST_S: Final = 60.0
@@ -151,7 +150,7 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
     if task.wire.codec not in means.codecs:
         known = ", ".join(means.codecs)
         return "codec", f"no codec {task.wire.codec!r} here (known: {known}): install the coordinator's fedquilt"
-    short = budget.shortage(
+    return budget.shortage(
         task.engine,
         task.work,
         means.budget_bytes,
@@ -159,7 +158,6 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
         measured=state.base_bytes,
         caution=_caution(state, task),
     )
-    return None if short is None else ("memory", short)
 
 
 def plannable_bytes(state: State, task: Task) -> int:
@@ -220,7 +218,7 @@ def _claim(state: State, task: Task) -> Claim:
 
 
 def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
-    claim = replace(_claim(state, task), accepted=False, code=code, reason=reason[:1000])
+    claim = replace(_claim(state, task), accepted=False, code=code, reason=shorten_error(reason))
     return replace(_without_open(state), refusal=claim), (*_give_up(state), Say(claim))
 
 
@@ -305,7 +303,7 @@ def _failed(state: State, open: Open, event: Failed) -> Step:
     if event.killed and open.working and open.killed < KILLED_MOST:
         return _proceed(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
     times = f" ({open.killed + 1} times)" if event.killed else ""
-    return _refuse(_warned(state, event), open.task, event.code, f"{event.reason[:980]}{times}")
+    return _refuse(_warned(state, event), open.task, event.code, f"{event.reason}{times}")
 
 
 def _acked(state: State, event: Acked, now_s: float) -> Step:

@@ -307,7 +307,7 @@ class Local:
     def require_room(self, size: int) -> None:
         """Raises StoreError unless `size` more bytes can be written."""
         with doing(f"write to {self.home}"):
-            free = self._free_bytes()
+            free = self.free_bytes()
             if free < size + SPARE_BYTES:
                 wanted = (size + SPARE_BYTES) / 1e6
                 raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
@@ -322,7 +322,7 @@ class Local:
         """
         unused = self.depot.unused()
         with doing(f"look at {self.home}"):
-            free = self._free_bytes()
+            free = self.free_bytes()
         over = max(sum(kept for _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
         for sha256, kept in unused:
             if over <= 0:
@@ -331,8 +331,10 @@ class Local:
                 self.depot.drop(sha256)
                 over -= kept
 
-    def _free_bytes(self) -> int:
-        return self._disk.free_bytes(self._there)
+    def free_bytes(self) -> int:
+        """Bytes that can still be written to the home's disk."""
+        with doing(f"look at {self.home}"):
+            return self._disk.free_bytes(self._there)
 
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""

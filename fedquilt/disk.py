@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
-from fedquilt.core import StoreError
+from fedquilt.core import DiskFullError, StoreError
 from fedquilt.open_file import DESCRIPTORS, OpenFile, open_descriptor, wait_for_descriptor, write_whole
 from fedquilt.open_file import Place as Place
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures
 BUFFER_BYTES: Final = 256 * 1024
 LOCK_S: Final = 0.05  # seconds between two tries for a lock
 
@@ -487,8 +488,9 @@ class doing(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            mend = self._when_full if full else "check the folder, its owner and the disk"
+            if error.errno in FULL:
+                raise DiskFullError(f"cannot {self._what}: {error.strerror}; {self._when_full}") from None
+            hint = "check the folder, its owner and the disk"
             if error.errno in DESCRIPTORS:
-                mend = "raise the limit on open files (LimitNOFILE, ulimit -n)"
-            raise StoreError(f"cannot {self._what}: {error.strerror}; {mend}") from None
+                hint = "raise the limit on open files (LimitNOFILE, ulimit -n)"
+            raise StoreError(f"cannot {self._what}: {error.strerror}; {hint}") from None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from fedquilt import config
-from fedquilt.core import JobError
+from fedquilt.core import JobError, shorten_error
 
 Kind: TypeAlias = Literal["method", "network", "data", "meter", "engine"]
 GROUPS: Final[dict[Kind, str]] = {
@@ -363,7 +363,7 @@ def _plain(package: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return shorten_error(str(error)) or type(error).__name__
 
 
 def _place(error: BaseException) -> str:

@@ -26,7 +26,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from fedquilt import known_fields
-from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
+from fedquilt.core import DivergedError, StoreError, Tensors, UpdateError, derive_seed
 from fedquilt.core import shapes as shapes
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ def require_finite(given: Tensors) -> None:
     """Raise UpdateError if any floating-point array holds NaN or infinity."""
     for name, array in given.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UpdateError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
+            raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
 
 
 def rng(*keys: object) -> np.random.Generator:

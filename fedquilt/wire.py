@@ -83,6 +83,23 @@ class Presence(Told, frozen=True):
     seq: Count = 0
 
 
+RefusalCode = Literal[
+    "budget",
+    "codec",
+    "data",
+    "disk",
+    "diverged",
+    "engine",
+    "exception",
+    "failed",
+    "full",
+    "memory",
+    "method",
+    "model",
+]
+"""Why a device declines a task. `fedquilt.coordinator.refusals` describes each code."""
+
+
 class Claim(Told, frozen=True):
     """Claim on dev/<device>/up/claim: a task is accepted, or refused with a reason the coordinator can act on."""
 
@@ -90,9 +107,7 @@ class Claim(Told, frozen=True):
     round: Count
     attempt: Count
     accepted: bool
-    code: Literal[
-        "ok", "memory", "data", "engine", "method", "model", "codec", "disk", "failed", "cleared", "counted"
-    ] = "ok"
+    code: Literal["ok", "cleared", "counted", RefusalCode] = "ok"
     reason: Sentence = ""
     counted: Count | None = None  # last round of the job that this device has counted, if the task's is not after it
     epoch: Count = 0  # start of the coordinator that counted it
@@ -114,6 +129,7 @@ class Telemetry(Told, frozen=True):
     energy_j: float | None = None
     temperature_c: float | None = None
     available_bytes: Count | None = None
+    disk_full: bool | None = None  # a task failed for want of disk space, and no space has been freed since
     battery: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     charging: bool | None = None
     task_bytes: Count | None = None  # resident memory of the task's process

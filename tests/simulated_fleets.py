@@ -48,7 +48,7 @@ class Fleet:
         load = methods.load if method is None else lambda name: method
         given = list(members) or learners(devices, 13)
         hands, held = carriers.in_process(given, load=load, engine=self.engine)
-        wanted = job(name, SMALL, **{"rounds": 2, **table})
+        wanted = job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")
         simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
         return self._stack.enter_context(simulation), hands

@@ -12,9 +12,11 @@ import msgspec
 from fedquilt import columns, labels, units
 from fedquilt.coordinator.boards import Board, Doing, Reading, Runs
 from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.core import shorten_error
 
 STATES: Final = ("online", "offline", "working", "idle", "refused")  # what --state takes
 SKEW_SAID_S: Final = 1.0  # smaller differences between clocks may be the network's
+REASON_LEAST: Final = 20  # columns for the reason of a refusal, however narrow the terminal
 HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
 LOOK_S: Final = 0.5  # between two looks of `watch`
 
@@ -109,7 +111,8 @@ def lines(
         if (refusal := device.board.refusal) is not None:
             what = f" {_job(refusal.job)}, round {refusal.round}," if refusal.job else ""
             when = units.duration(now - refusal.at)
-            told.append(_cut(f"  refused{what} {when} ago ({refusal.code}): {refusal.reason}", wide))
+            first = f"  refused{what} {when} ago ({refusal.code}): "
+            told.append(_cut(first + shorten_error(refusal.reason, max(wide - len(first), REASON_LEAST)), wide))
     return told
 
 

@@ -139,11 +139,17 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Restarted(passed_s=passed_s):
             return [f"round {fact.round}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case Ended():
-            return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]
+            return ended(fact.status, fact.reason)
         case Resumed():
             return ["resumed"]
         case _:
             raise AssertionError(fact)
+
+
+def ended(status: str, reason: str) -> list[str]:
+    """Return the end of a run as lines: the cause, then the fix if the reason names one."""
+    said = "job failed" if status == "failed" else status
+    return f"{said}: {reason}".splitlines() if reason else [said]
 
 
 def _reopened(fact: Reopened, before: Rounds) -> str:

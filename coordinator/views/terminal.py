@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -137,21 +137,22 @@ class Console:
         self._contact, self._mend = Contact(), mend
         self._waiting: dict[str, Waiting] = {}  # by run
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
-        self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, unprinted
+        self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
 
     def observe(self, job: Shown, fact: AnyFact) -> None:
         """Print a fact, or on a terminal show the progress of its round."""
         first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
         if isinstance(fact, Ended):
             del self._tellers[job.id]
-        if isinstance(fact, Declined) and not self._wordy:
-            key = (job.id, fact.round, fact.code)
-            self._declines[key] += 1
-            if self._declines[key] > SINGLY:
-                return
-        elif not isinstance(fact, Surveyed | Asked | Answered | Rejected):
+        if isinstance(fact, Declined | Rejected) and not self._wordy:
+            said = f"{job.id}: {first}" if self._named else first
+            self._declines[job.id, fact.round, fact.code].append(said)
+        elif isinstance(fact, Ended) and fact.code:
+            for key in [key for key in self._declines if key[0] == job.id]:
+                del self._declines[key]  # the end names the cause
+        elif not isinstance(fact, Surveyed | Asked | Answered):
             self._tell_declines()
-        if isinstance(fact, Surveyed | Asked | Answered | Closed) and not self._wordy:
+        if isinstance(fact, Surveyed | Asked | Answered | Declined | Rejected | Closed) and not self._wordy:
             self._status(job)
         else:
             self.say(f"{job.id}: {first}" if self._named else first, *more)
@@ -162,11 +163,15 @@ class Console:
             self.say(f"{rollout.id}: {rollout_view.sentence(rollout, fact)}")
 
     def _tell_declines(self) -> None:
-        """Print the number of devices whose declines were not printed one by one."""
-        for (run, round, code), count in self._declines.items():
-            if count > SINGLY:
-                line = f"round {round}: {count - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
-                self.say(f"{run}: {line}" if self._named else line)
+        """Print why devices failed in the round that goes on or has ended: a few of each code, and how many more."""
+        for (run, round, code), lines in self._declines.items():
+            for line in lines[:SINGLY]:
+                self.say(line)
+            if len(lines) > SINGLY:
+                more = (
+                    f"round {round}: {len(lines) - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
+                )
+                self.say(f"{run}: {more}" if self._named else more)
         self._declines.clear()
 
     def say(self, first: str, *more: str) -> None:

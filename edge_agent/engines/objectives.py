@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedquilt.core import DataError, UpdateError
+from fedquilt.core import DataError, DivergedError
+from fedquilt.data.readers.base import class_problem
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples
@@ -35,10 +36,10 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":
             raise DataError(f"the network predicts classes, and the examples' labels are {_described(y)}: {ADVICE}")
-        low, high = int(y.min(initial=0)), int(y.max(initial=0))
-        if low < 0 or high >= outputs:
+        if problem := class_problem(y, outputs):
             raise DataError(
-                f"labels run from {low} to {high}, the network predicts {outputs} classes (0 to {outputs - 1})"
+                f"labels run from {y.min()} to {y.max()}, the network predicts {outputs} classes (0 to {outputs - 1}); "
+                f"{problem}"
             )
         return
     kind = "f" if task == "regression" else "iu"
@@ -102,12 +103,12 @@ class Evaluation:
         """Metrics so far: "examples", "loss" (mean) and the task's; without examples only their number, 0.
 
         Raises:
-            UpdateError: the loss is not finite.
+            DivergedError: the loss is not finite.
         """
         if not self._examples:
             return {"examples": 0.0}
         if not math.isfinite(self._loss):
-            raise UpdateError(
+            raise DivergedError(
                 f"the loss of the model on {self._examples} held-out examples is {self._loss}: it is of no use"
             )
         if self._task == "classes":

@@ -32,7 +32,7 @@ import numpy as np
 import onnxruntime as ort
 
 from fedquilt import footprint, heap
-from fedquilt.core import MemoryBudgetError, ModelError
+from fedquilt.core import MemoryBudgetError, ModelError, shorten_error
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.edge_agent.engines.onnx_places import Places
 from fedquilt.graph_check import Graph
@@ -337,7 +337,7 @@ def _named(graph: Path) -> Iterator[None]:
     except MemoryError:
         raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory") from None
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = shorten_error(str(error)) or type(error).__name__
         if "bad_alloc" in reason or "Failed to allocate" in reason:
             raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory: {reason}") from None
         raise ModelError(f"graph {graph.name[:12]} cannot be run: {reason}") from None

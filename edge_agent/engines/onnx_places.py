@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.core import ModelError
+from fedquilt.core import ModelError, shorten_error
 from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.engines.onnx_session import CPU
 
@@ -148,4 +148,4 @@ def _of_the_board(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return f" ({' '.join(str(error).split())[:200] or type(error).__name__})"
+    return f" ({shorten_error(str(error)) or type(error).__name__})"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from fedquilt.core import DataError, JobError, ModelError, UpdateError
+from fedquilt.core import DataError, DivergedError, JobError, ModelError
 from fedquilt.data.inputs import prepare as network_input
 
 if TYPE_CHECKING:
@@ -131,34 +131,31 @@ class Steps:
         self._each = math.ceil(count / fit.batch)
         self._fit, self._progress = fit, progress
         self._done = 0
-        self._sum, self._seen, self._most = 0.0, 0, math.inf
+        self._sum, self._seen, self._first = 0.0, 0, 0.0
 
     def took(self, loss: float, examples: int) -> None:
         """Account for one step; `loss` is its mean over `examples`, before the step.
 
         Raises:
-            UpdateError: it is not finite, or has exploded.
+            DivergedError: it is not finite, or has exploded.
         """
         if self._done % self._each == 0:
             self._sum, self._seen = 0.0, 0  # the last epoch's loss is reported
         self._done += 1
         total = self._each * self._fit.epochs
         if not math.isfinite(loss):
-            self._refuse(f"the loss is {loss} in step {self._done} of {total}")
+            self._refuse(f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} at step {self._done} of {total}")
         if self._done == 1:
-            self._most = EXPLODED * max(loss, 1.0)
+            self._first = loss
         self._sum += loss * examples
         self._seen += examples
         mean, steps = self._sum / self._seen, (self._done - 1) % self._each + 1
-        if mean > self._most and (steps >= SETTLED_STEPS or steps == self._each):
-            self._refuse(
-                f"the loss has exploded: a mean of {mean:.3g} up to step {self._done} of {total}, "
-                f"where at most {self._most:.3g} is reasonable"
-            )
+        if mean > EXPLODED * max(self._first, 1.0) and (steps >= SETTLED_STEPS or steps == self._each):
+            self._refuse(f"the loss rose from {self._first:.3g} to {mean:.3g} by step {self._done} of {total}")
         self._progress(self._done / total)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise UpdateError(f"{what}: lower lr (now {self._fit.lr}) or set clip")
+        raise DivergedError(f"{what}, learning rate {self._fit.lr:g}")
 
     def metrics(self) -> dict[str, float]:
         """Mean loss over the last epoch, and the number of steps."""

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import metrics, plugins
-from fedquilt.core import Examples, FedquiltError, ModelError
+from fedquilt.core import Examples, FedquiltError, ModelError, shorten_error
 from fedquilt.data import examples, reading
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
@@ -114,7 +114,7 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
             notes += _tensorrt(order, model, one)
         return Outcome(
             metrics=told,
-            note="; ".join(notes)[:1000],
+            note=shorten_error("; ".join(notes)),
             examples=count,
             wall_s=time.perf_counter() - began_s,
             peak_bytes=peak,
@@ -238,7 +238,8 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
         )
         if done.returncode:
             words = done.stdout.decode(errors="replace").strip().splitlines()
-            return [f"trtexec ended with code {done.returncode}: {words[-1][-200:] if words else 'it said nothing'}"]
+            said = shorten_error(words[-1]) if words else "no output"
+            return [f"trtexec ended with code {done.returncode}: {said}"]
         os.replace(part, part.with_name(TENSORRT))
     except subprocess.TimeoutExpired:
         return [f"trtexec was ended after {order.trtexec_s:g} s, without an engine"]

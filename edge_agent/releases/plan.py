@@ -24,6 +24,7 @@ from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
+from fedquilt.core import shorten_error
 from fedquilt.edge_agent.releases import window
 from fedquilt.edge_agent.releases.steps import (
     REFETCH_S,
@@ -59,7 +60,6 @@ from fedquilt.wire import Installed, Release
 LOOK_S: Final = 5.0  # between two looks at what a release waits for
 SOAK_LOOK_S: Final = 1.0  # between two looks at what soaks
 REFETCH_MOST_S: Final = 60.0
-SENTENCE: Final = 1000  # characters of a reason
 
 _WITHIN: Final[dict[str, Any]] = {
     "gate": "waiting",
@@ -83,7 +83,7 @@ def told(state: State, current: str) -> Installed | None:
         phase = _WITHIN[state.stage] if state.stage in ("fetching", "checking") or not state.waits else "waiting"
         reason = state.waits
     elif phase == "returning" and state.waits:
-        reason = f"{reason}; it cannot return yet: {state.waits}"[:SENTENCE]
+        reason = shorten_error(f"{reason}; it cannot return yet: {state.waits}")
     phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
     return Installed(
         rollout=noted.release.rollout,
@@ -116,12 +116,12 @@ def advance(state: State, event: Event, now_s: float) -> Step:
             if event.error is None:
                 return replace(state, stage="fetched", waits="", again_s=now_s, patience_s=REFETCH_S), ()
             later_s, patience_s = now_s + state.patience_s, min(2 * state.patience_s, REFETCH_MOST_S)
-            return replace(state, waits=event.error[:SENTENCE], again_s=later_s, patience_s=patience_s), ()
+            return replace(state, waits=shorten_error(event.error), again_s=later_s, patience_s=patience_s), ()
         case Checked() if noted.step == "wanted" and state.stage == "checking":
             noted = replace(noted, metrics=dict(event.metrics))
             if event.refused:
                 return _end(replace(state, noted=noted), "refused", event.refused, now_s)
-            noted = replace(noted, reason=event.note[:SENTENCE])
+            noted = replace(noted, reason=shorten_error(event.note))
             return replace(state, noted=noted, stage="checked", again_s=now_s), ()
         case Failed():
             return _failed(state, noted, event, now_s)
@@ -220,7 +220,7 @@ def _failed(state: State, noted: Noted, event: Failed, now_s: float) -> Step:
     if noted.step in ("wanted", "swapping"):
         return _end(state, "refused", event.reason, now_s)
     if noted.step == "returning":
-        return replace(state, waits=event.reason[:SENTENCE], again_s=now_s + LOOK_S), ()
+        return replace(state, waits=shorten_error(event.reason), again_s=now_s + LOOK_S), ()
     if noted.step == "soaking":
         return replace(state, again_s=now_s + LOOK_S), ()
     return state, ()
@@ -253,7 +253,7 @@ def _in_use(state: State, noted: Noted) -> State:
 
 def _return(state: State, reason: str) -> Step:
     assert state.noted is not None
-    noted = replace(state.noted, step="returning", reason=reason[:SENTENCE])
+    noted = replace(state.noted, step="returning", reason=shorten_error(reason))
     return replace(state, noted=noted, stage="gate", again_s=inf), (Undo(noted.before),)
 
 
@@ -265,7 +265,7 @@ def _forgotten(state: State, noted: Noted) -> State:
 def _end(state: State, step: Literal["committed", "refused", "returned"], reason: str, now_s: float) -> Step:
     """End with the release in hand; a next one that has come meanwhile is begun once this end was told."""
     assert state.noted is not None
-    noted = replace(state.noted, step=step, reason=reason[:SENTENCE], origin="")
+    noted = replace(state.noted, step=step, reason=shorten_error(reason), origin="")
     return State(noted=noted, again_s=inf if noted.next is None else now_s), (Drop(),)
 
 
@@ -309,7 +309,7 @@ def _go_on(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
     if state.stage == "checking":
         return replace(state, again_s=inf), ()
     if waits := waits_for(release, state, seen):
-        return replace(state, waits=waits[:SENTENCE], again_s=now_s + LOOK_S), ()
+        return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
     state = replace(state, waits="", again_s=now_s)
     if release.back:
         return _return(state, "")

@@ -20,6 +20,7 @@ from fedquilt.edge_agent import sysfs
 from fedquilt.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
 from fedquilt.heap import PROC
 from fedquilt.heap import resident_bytes as resident_bytes
+from fedquilt.wire import RefusalCode
 
 LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
 RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # limits of that average: one odd task changes little
@@ -90,8 +91,10 @@ def shortage(
     available_bytes: int | None,
     measured: Mapping[str, int],
     caution: Caution = Caution(),
-) -> str | None:
-    """Explain why the work does not fit even in its smallest steps, and how it would; None: it fits.
+) -> tuple[RefusalCode, str] | None:
+    """Return why the work does not fit even in its smallest steps, or None if it fits.
+
+    The code is "budget" if the work never fits this device, "memory" if it fits once memory is free.
 
     Args:
         engine: name.
@@ -111,12 +114,9 @@ def shortage(
     shares = f"{megabytes(base)} for the {engine} engine, {megabytes(share)} for the work{learnt}"
     parts = f"needs {megabytes(need)} ({shares})"
     if need > budget_bytes:
-        return (
-            f"{parts}, the budget here is {megabytes(budget_bytes)}: "
-            "ask for less (a smaller model, batch or tier), or raise the device's budget"
-        )
+        return "budget", f"{parts}, the budget here is {megabytes(budget_bytes)}"
     assert available_bytes is not None
-    return (
+    return "memory", (
         f"{parts}, the board has {megabytes(available_bytes)} left: ask for less, or free memory there "
         f"(the budget of {megabytes(budget_bytes)} would allow it)"
     )

@@ -7,35 +7,52 @@ import traceback
 from typing import Any
 
 from fedquilt import core
-from fedquilt.core import DataError, MemoryBudgetError, ModelError, StoreError
+from fedquilt.core import (
+    DataError,
+    DiskFullError,
+    DivergedError,
+    MemoryBudgetError,
+    ModelError,
+    StoreError,
+    UpdateError,
+    shorten_error,
+)
+from fedquilt.disk import FULL
 from fedquilt.edge_agent import exhausted
 
 
 def code(error: Exception) -> Any:
-    """Claim code of an error, on which the coordinator acts."""
-    if exhausted.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
-        return "memory"  # these three are our own words, about a file
+    """Return the claim code of an error. `coordinator.refusals` says which codes would recur with the same task."""
+    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
+        return "full"
+    if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file
+        if exhausted.is_of_memory(error):
+            return "memory"
+        if exhausted.tells_of_gpu(str(error)):
+            return "failed"  # the next attempt has a new process
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
-        (MemoryBudgetError, "memory"),
+        (MemoryBudgetError, "budget"),
         (DataError, "data"),
         (ModelError, "model"),
         ((StoreError, OSError), "disk"),
         (core.JobError, "method"),
+        (DivergedError, "diverged"),
+        (UpdateError, "failed"),  # bytes that are damaged
     )
-    return next((code for kind, code in kinds if isinstance(error, kind)), "failed")
+    return next((code for kind, code in kinds if isinstance(error, kind)), "exception")
 
 
 def sentence(error: Exception) -> str:
-    """What the device reports of an error: ours as they are, any other with the file and line that raised it."""
+    """Return what the device reports of an error, with file and line if the error is not fedquilt's own."""
+    said = shorten_error(str(error))
     if isinstance(error, core.FedquiltError):
-        return str(error)
+        return said
     if exhausted.is_of_memory(error):
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        return (
+        said = said or type(error).__name__
+        return shorten_error(
             f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
         )
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said} ({_place(error)})" if said else f"{type(error).__name__} ({_place(error)})"
+    return shorten_error(f"{type(error).__name__}{': ' if said else ''}{said} ({_place(error)})")
 
 
 def _place(error: Exception) -> str:

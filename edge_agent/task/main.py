@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,14 +28,16 @@ from fedquilt import compression, core, methods, plugins, tensor_files, tensors
 from fedquilt.core import (
     Answer,
     DataError,
+    DivergedError,
     Examples,
     Method,
     ModelError,
     Site,
     StoreError,
-    UpdateError,
+    shorten_error,
 )
 from fedquilt.data import examples
+from fedquilt.data.inputs import unequal_scales
 from fedquilt.data.spec import DataSpec
 from fedquilt.disk import REAL, doing
 from fedquilt.edge_agent import engines, exhausted
@@ -119,7 +121,7 @@ def carry_out(
         own_process: this process does nothing else, so its resident peak is the task's.
         loaded: called with the number of the device's examples, before the work begins.
     """
-    began_s, cpu_s, base, gpu = time.perf_counter(), time.process_time(), None, None
+    began_s, cpu_s, base, gpu, site = time.perf_counter(), time.process_time(), None, None, None
     try:
         engine = bench.engine(order.task.engine, plannable(order))
         if hasattr(engine, "planned_bytes"):
@@ -133,6 +135,11 @@ def carry_out(
             base += gpu.begin(order.budget_bytes - base)
         site = site_of(order, bench, progress, loaded, engine=engine)
         outcome = worked(order, bench.method(order), site)
+    except DivergedError as error:
+        network = order.task.params.get("network")
+        is_scaled = site is None or (isinstance(network, Mapping) and network.get("input"))
+        scales = "" if is_scaled or site is None else unequal_scales(site.train.x)
+        outcome = failed(DivergedError(f"{error}; {scales}") if scales else error)
     except Exception as error:
         outcome = failed(error)
     return msgspec.structs.replace(
@@ -293,7 +300,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
-            raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
+            raise DivergedError(f"{name} came out as {value}")
     planned = getattr(site.engine, "planned_bytes", None)
     notes = [f"{note}: it has begun anew"] if note else []
     if told := getattr(site.engine, "note", ""):
@@ -306,7 +313,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         layouts=layouts,
         blobs=blobs,
         private=private_left,
-        note="; ".join(notes)[:1000],
+        note=shorten_error("; ".join(notes)),
         examples=len(site.train),
         planned_bytes=planned,
         runs_on=getattr(site.engine, "runs_on", ""),
@@ -316,10 +323,10 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
 def failed(error: Exception) -> Outcome:
     """Outcome of an order whose work raised this error."""
     if isinstance(error, EngineError):
-        return Outcome(code="engine", reason=str(error)[:1000])
+        return Outcome(code="engine", reason=shorten_error(str(error)))
     code = failures.code(error)
     overrun = code == "memory" and exhausted.is_of_memory(error)
-    return Outcome(code=code, reason=failures.sentence(error)[:1000], overrun=overrun)
+    return Outcome(code=code, reason=failures.sentence(error), overrun=overrun)
 
 
 def plannable(order: Order) -> int:

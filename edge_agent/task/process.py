@@ -15,7 +15,7 @@ from typing import IO, Final
 import msgspec
 
 from fedquilt import threads
-from fedquilt.core import UNDECODABLE
+from fedquilt.core import UNDECODABLE, shorten_error
 from fedquilt.edge_agent import exhausted
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Event, Outcome
@@ -79,7 +79,7 @@ class Child:
     def words(self) -> str:
         """Its last line of output that was no answer."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
-        return lines[-1][-500:] if lines else "(nothing)"
+        return shorten_error(lines[-1], 500) if lines else "(nothing)"
 
     def fds(self) -> list[int]:
         """File descriptors of its output."""
@@ -148,7 +148,7 @@ class Child:
 
     def _starved(self, how: str) -> Outcome:
         reason = f"{how}: ask for less, or lower budget to what the board can give"
-        return Outcome(code="memory", reason=reason[:1000], peak_bytes=self._held, overrun=True)
+        return Outcome(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
 
     def has_company(self) -> bool:
         """Return whether other processes are in this process's group: what a task has started and not ended."""

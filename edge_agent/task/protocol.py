@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from fedquilt.core import BlobRef, Digest, Task, Usage
+from fedquilt.wire import RefusalCode
 
 
 class Asked(Protocol):
@@ -65,7 +66,7 @@ class Progressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="p
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
     """Result of a task; with a code other than "ok" only `reason` and the costs are meaningful."""
 
-    code: Literal["ok", "memory", "data", "engine", "method", "model", "disk", "failed"] = "ok"
+    code: Literal["ok", RefusalCode] = "ok"
     reason: str = ""
     weight: float = 0.0
     metrics: dict[str, float] = {}
@@ -81,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     base_bytes: int | None = None
     planned_bytes: int | None = None  # peak that its engine predicted, beside `base_bytes`
     runs_on: str = ""  # of an engine that may use a GPU: what it used last
-    overrun: bool = False  # memory ran out at work; with code "memory" and not this, an engine refused beforehand
+    overrun: bool = False  # memory ran out at work
     below: Usage | None = None  # of a site: as in its update
     killed: bool = False  # from outside, not for its own fault: the same order may succeed next time
 

@@ -21,7 +21,7 @@ from typing import IO, Final
 import msgspec
 
 from fedquilt import threads
-from fedquilt.core import UNDECODABLE, ModelError
+from fedquilt.core import UNDECODABLE, ModelError, shorten_error
 from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.settings import AgentSettings
@@ -253,7 +253,7 @@ class AgentKind(Kind):
                 return Verdict(str(error), {})
             return None
         lines = self._tail.decode(errors="replace").strip().splitlines()
-        words = lines[-1].removeprefix("fedquilt: ")[-900:] if lines else "it said nothing"
+        words = shorten_error(lines[-1].removeprefix("fedquilt: "), 900) if lines else "it said nothing"
         if code < 0:
             return Verdict(f"its check was ended by {signal.Signals(-code).name}; {words}", {})
         return Verdict(words, {})

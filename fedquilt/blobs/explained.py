@@ -6,11 +6,13 @@ import errno
 from pathlib import Path
 from typing import Final
 
-from fedquilt.core import StoreError
+from fedquilt.core import DiskFullError, StoreError
+from fedquilt.disk import FULL
 
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
     errno.EDQUOT: "the quota is used up; free some space or use another folder",
+    errno.EFBIG: "files may not be so large there; raise the limit or use another folder",
     errno.EACCES: "this user may not write there; change its owner or use another folder",
     errno.EPERM: "this user may not write there; change its owner or use another folder",
     errno.EROFS: "it is mounted read-only; use another folder",
@@ -35,4 +37,5 @@ class Explained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
-            raise StoreError(f"cannot {self._what} in {self._folder}: {error.strerror}; {mend}") from None
+            kind = DiskFullError if error.errno in FULL else StoreError
+            raise kind(f"cannot {self._what} in {self._folder}: {error.strerror}; {mend}") from None

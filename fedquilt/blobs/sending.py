@@ -13,7 +13,7 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST, Cutting, Item, Serve
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.streaming import Streaming
-from fedquilt.core import BlobRef, FedquiltError, StoreError, Wired
+from fedquilt.core import BlobRef, FedquiltError, StoreError, Wired, shorten_error
 from fedquilt.transport.link import Link
 
 log = logging.getLogger("fedquilt.blobs.sending")
@@ -192,7 +192,7 @@ class Sender:
 
     def _refuse(self, device: str, sha256: str, reason: str) -> None:
         log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
-        self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=reason[:1000]))
+        self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=shorten_error(reason)))
 
     def _publish(self, device: str, leaf: str, message: Wired) -> None:
         self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))

@@ -18,7 +18,7 @@ from fedquilt.blobs.carriers import Carriers, Ended, Key
 from fedquilt.blobs.download import Pull
 from fedquilt.blobs.intake import Intake
 from fedquilt.blobs.store import Depot
-from fedquilt.core import BlobRef, Place, Placed, Source, Wired
+from fedquilt.core import BlobRef, Place, Placed, Source, Wired, shorten_error
 
 log = logging.getLogger("fedquilt.blobs.streaming")
 
@@ -218,7 +218,7 @@ class Streaming:
         going = self._going.pop(ended.key, None)
         if going is None:
             return
-        sha256, error = ended.key[1], (ended.error or "")[:1000]
+        sha256, error = ended.key[1], shorten_error(ended.error or "")
         if error:
             log.warning("blob %s is put nowhere: %s; it goes over the broker", sha256[:12], error)
         placed = Placed(sha256=sha256, moved=going.moved, source=ended.source, done=True, error=error)

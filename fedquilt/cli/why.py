@@ -16,7 +16,7 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
     """Show why devices were or were not asked in each round, and what became of their work."""
-    from fedquilt.coordinator.views import waits
+    from fedquilt.coordinator.views import log, waits
     from fedquilt.coordinator.views import why as reasons
 
     with homes.existing(home) as store:
@@ -25,5 +25,5 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     whole = number is None and device is None
     told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
     if whole and parts.state.phase == row.status == "failed":
-        told.append(f"{row.id} has failed: {parts.state.reason}")
+        told += log.ended("failed", parts.state.reason)
     homes.show(format, reasons.select(parts.found, number, device), [*reasons.lines(parts, number, device), *told])

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from fedquilt.core import UpdateError
+from fedquilt.core import DivergedError, UpdateError
 from fedquilt.tensors import Shaped
 
 BLOCK: Final = 1 << 16  # entries processed at once
@@ -35,7 +35,7 @@ class Coder:
 
 def _finite(array: np.ndarray, mend: str) -> np.ndarray:
     if not np.isfinite(array).all():
-        raise UpdateError(f"values that are too large: {mend}")
+        raise DivergedError(f"values that are too large: {mend}")
     return array
 
 

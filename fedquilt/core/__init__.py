@@ -17,6 +17,8 @@ from fedquilt.core.device import (
 from fedquilt.core.errors import (
     ClockError,
     DataError,
+    DiskFullError,
+    DivergedError,
     FedquiltError,
     JobError,
     LinkError,
@@ -25,6 +27,7 @@ from fedquilt.core.errors import (
     StoreError,
     UpdateError,
     WireError,
+    shorten_error,
 )
 from fedquilt.core.messages import (
     CODECS,
@@ -119,6 +122,8 @@ __all__ = [
     "Device",
     "DeviceView",
     "Digest",
+    "DiskFullError",
+    "DivergedError",
     "Encoding",
     "Engine",
     "Examples",
@@ -176,6 +181,7 @@ __all__ = [
     "same_for",
     "same_for_all",
     "shapes",
+    "shorten_error",
     "soundness",
     "summed",
 ]

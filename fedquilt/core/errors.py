@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+ERROR_MOST_CHARACTERS = 1000  # of a sentence on the wire
+
+
+def shorten_error(text: str, most_characters: int = ERROR_MOST_CHARACTERS) -> str:
+    """Return an error's text in one line of at most `most_characters`, without its middle if it is longer.
+
+    Libraries name the cause at the end of a long text, after the call stack. The beginning names the operation.
+    """
+    text = " ".join(text.split())
+    if len(text) <= most_characters:
+        return text
+    head = most_characters // 4
+    return f"{text[:head]} ... {text[len(text) - (most_characters - head - 5) :]}"
+
 
 class FedquiltError(Exception):
     """Error that a user can mend. `exit_code` is the exit status of a command that it ends."""
@@ -39,6 +53,10 @@ class StoreError(FedquiltError):
     exit_code = 6
 
 
+class DiskFullError(StoreError):
+    """A full disk, or a quota that is used up."""
+
+
 class MemoryBudgetError(FedquiltError):
     """A task that does not fit the memory it may use."""
 
@@ -53,6 +71,10 @@ class ClockError(FedquiltError):
 
 class UpdateError(FedquiltError):
     """An update that may not be folded: not finite, wrong names or shapes, or inconsistent."""
+
+
+class DivergedError(UpdateError):
+    """Training whose loss, weights or metrics are not finite, or whose loss has exploded."""
 
 
 class WireError(FedquiltError):

@@ -10,10 +10,12 @@ import numpy as np
 
 from fedquilt import metrics, plugins
 from fedquilt.core import DataError
-from fedquilt.data import examples
+from fedquilt.data import examples, inputs
 from fedquilt.data.readers import Reader
+from fedquilt.data.readers.base import class_problem
 from fedquilt.data.spec import DataSpec
 
+SAMPLED = 10_000  # rows by which the scales of features are compared
 MEND = "give the job data that fit, or another network and a new bundle"
 
 
@@ -72,6 +74,26 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
         _require_series(reader, spec, meta)
     _require_shape(reader, spec, network, name)
     return reader
+
+
+def warnings(meta: Mapping[str, Any], reader: Reader, spec: DataSpec) -> list[str]:
+    """Return sentences on data that can be trained on and will probably be trained on badly, each with the fix.
+
+    Args:
+        meta: of the bundle.
+        reader: data that fit the bundle, as `require_fit` opened them.
+        spec: the [data] table.
+    """
+    found = []
+    if spec.task == "classes" and not (spec.sources or spec.labels_from) and len(reader.y) and reader.y.min() == 1:
+        problem = class_problem(reader.y, int(reader.y.max()), is_table=bool(reader.features))
+        found.append(f"{spec.where}: no example has class 0; {problem}")
+    network: Mapping[str, Any] = meta.get("network", {})
+    if len(reader.shape) == 1 and not (network.get("input") or meta.get("input")):
+        rows = np.linspace(0, len(reader.y) - 1, min(len(reader.y), SAMPLED)).astype(np.int64)
+        if told := inputs.unequal_scales(reader.take(rows), reader.features):
+            found.append(f"{spec.where}: {told}: set [input] standardise = true, and prepare anew")
+    return found
 
 
 def _require_choice(reader: Reader, spec: DataSpec) -> None:
@@ -133,10 +155,10 @@ def _require_outputs(reader: Reader, spec: DataSpec, outputs: int, name: str) ->
 
 
 def _require_labels(reader: Reader, spec: DataSpec, classes: int, who: str) -> None:
-    low, high = int(reader.y.min(initial=0)), int(reader.y.max(initial=0))
-    if low < 0 or high >= classes:
+    if problem := class_problem(reader.y, classes, is_table=bool(reader.features)):
         raise DataError(
-            f"{spec.where}: labels run from {low} to {high}, {who} {classes} classes (0 to {classes - 1}); {MEND}"
+            f"{spec.where}: labels run from {reader.y.min()} to {reader.y.max()}, {who} {classes} classes "
+            f"(0 to {classes - 1}); {problem}"
         )
 
 

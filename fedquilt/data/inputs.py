@@ -7,7 +7,7 @@ and standard deviations into the bundle, so that no device computes its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -17,6 +17,8 @@ from fedquilt import config
 from fedquilt.core import DataError, JobError
 from fedquilt.data import images
 from fedquilt.data.images import Input
+
+SCALES_MOST = 100.0  # factor between the standard deviations of two features
 
 Table: TypeAlias = dict[str, int | bool | tuple[float, ...]]
 """An `[input]` table that `parse` takes, as a bundle holds it."""
@@ -64,6 +66,23 @@ def measured(x: np.ndarray) -> Values:
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     std = flat.std(axis=0)
     return Values(tuple(map(float, flat.mean(axis=0))), tuple(map(float, np.where(std > 0, std, 1.0))))
+
+
+def unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
+    """Return which features differ too much in scale to be trained on as they are, or "" if none do.
+
+    Args:
+        x: (n, features).
+        names: of the features, where they have any.
+    """
+    if x.dtype.kind not in "fiu" or x.ndim != 2 or not x.size:
+        return ""
+    std = x.astype(np.float64).std(axis=0)
+    if not std.any() or std.max() <= SCALES_MOST * std[std > 0].min():
+        return ""
+    ends = [int(np.argmax(std)), int(np.argmin(np.where(std > 0, std, np.inf)))]
+    large, small = (f"{names[at]!r} by {std[at]:.3g}" if names else f"number {at} by {std[at]:.3g}" for at in ends)
+    return f"features differ in scale by a factor of {std[ends[0]] / std[ends[1]]:.0f} ({large}, {small})"
 
 
 def shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:

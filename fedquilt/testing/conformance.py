@@ -34,6 +34,7 @@ from fedquilt.core import (
     ModelError,
     Site,
     UpdateError,
+    shorten_error,
     summed,
 )
 from fedquilt.on_disk import Scratch
@@ -393,5 +394,5 @@ def _words(check: Callable[..., None]) -> str:
 def _why(error: AssertionError) -> str:
     """Message of an assertion, or else its text and place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split())[:300]
+    said = shorten_error(str(error))
     return f"{said or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"

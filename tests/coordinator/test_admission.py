@@ -164,7 +164,7 @@ def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(sit
     if state is None or "a" not in state.asked:
         assert step == Step(arriving)
     else:
-        assert step == Step(None, (Rejected(1, "a", FLOODED),), (Withdraw("a"),))
+        assert step == Step(None, (Rejected(1, "a", FLOODED, "flooding"),), (Withdraw("a"),))
 
 
 # -- claims ---------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
     """With its words; what it had been asked for is noted where its memory was too small."""
     ask = Ask(Work(flops=9.0, peak_bytes=5), PROFILE)
     step = hear("asked", Claimed("a", claim(False, code=code, reason="too little"), ask), fetching("asked"))
-    short = Short(5, 9.0, 1) if code == "memory" else None
+    short = Short(5, 9.0, 1) if code in ("budget", "memory") else None
     assert step.facts == (Declined(1, "a", code, "too little", short),)
     assert step.actions == (Withdraw("a"),)
     assert step.arriving is None

@@ -26,7 +26,7 @@ from fedquilt.coordinator.facts import (
     Rounds,
 )
 from fedquilt.coordinator.fleet import Registry
-from fedquilt.coordinator.refusals import LASTS, NOTHING
+from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UPDATE
 from fedquilt.coordinator.rounds import decide, left_alone
 from fedquilt.core import Task
 
@@ -60,15 +60,22 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
                 hand.answer(ones(2.0))
 
 
-def test_the_table_has_every_code_by_which_a_board_refuses() -> None:
-    """And the page of jobs says of each how long it holds."""
-    codes = set(get_args(get_type_hints(wire.Claim)["code"])) - boards.NO_REFUSAL
-    assert codes == LASTS.keys() - {NOTHING}
-    assert {code for code, lasts in LASTS.items() if lasts != "attempt"} <= eligibility.REASONS.keys()
-    told = {"start": "until its agent starts anew", "rounds": "10 rounds", "attempt": "the next attempt"}
+def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it() -> None:
+    """Each row says whether the failure recurs and how long the device is not selected."""
+    codes = set(get_args(wire.RefusalCode))
+    assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - boards.NO_REFUSAL
+    assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding"}
+    assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= eligibility.REASONS.keys()
+    told = {
+        "start": "until its agent starts",
+        "rounds": "10 rounds",
+        "round": "the next round",
+        "attempt": "the next att",
+    }
     for code in codes:
         (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {code} |"))
-        assert told[LASTS[code]] in row
+        assert told[REFUSALS[code].lasts] in row
+        assert f"| {'yes' if REFUSALS[code].recurs else 'no'} |" in row
 
 
 @pytest.mark.parametrize("size", [2, 0])
@@ -110,9 +117,9 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
         stage.hand(name)
     play(stage, "ab", 40.0)
     (ended,) = stage.told(Ended)
-    assert ended.status == "failed"
-    assert "2 declined" in ended.reason
-    assert "a, b: no data here" in ended.reason
+    assert (ended.status, ended.code) == ("failed", "data")
+    assert ended.reason.startswith("the data cannot be used in round 0 on 2 of 2 devices (no data here).\nFix: correct")
+    assert not stage.told(Reopened)
 
 
 def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for() -> None:
@@ -128,11 +135,14 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
     assert alone(work, "abc") == {}
 
 
-def test_where_the_others_are_too_few_all_are_asked() -> None:
-    """Two of three would do for no round of three: the third is asked, and its reason ends the job."""
-    state = after(begun(min_devices=3, attempts=2), Asked(0, 0, tuple("abc")))
+def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None:
+    """Two of three would do for no round of three: the third is asked again in the next round, not in this one."""
+    state = after(begun(min_devices=2, rounds=9), Asked(0, 0, tuple("abc")))
     state = after(state, state.declined_by("a", "data", "none", Ask(), "1"))
-    assert alone(after(state, Reopened(0, 1)), "abc") == {}
+    assert alone(after(state, Reopened(0, 1)), "ab") == {"a": "data"}
+    state = after(state, *(Answered(0, update(device)) for device in "bc"), Closed(0), committed(0))
+    assert alone(state, "ab") == {}
+    assert alone(state, "abc") == {"a": "data"}
 
 
 def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None:
@@ -168,3 +178,120 @@ def test_a_start_is_another_with_another_boot_or_profile() -> None:
     other = registry.start("a")
     registry.presence("a", wire.Presence(online=True, boot="2"), 2.0)
     assert len({first, other, registry.start("a")}) == 3
+
+
+RECURS = sorted(code for code in get_args(wire.RefusalCode) if REFUSALS[code].recurs)
+PASSING = sorted(code for code in get_args(wire.RefusalCode) if not REFUSALS[code].recurs)
+
+
+def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Return round, attempt and devices of every selection."""
+    return [(fact.round, fact.attempt, fact.devices) for fact in stage.told(Asked)]
+
+
+@pytest.mark.parametrize("code", RECURS)
+def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(tmp_path: Path, code: str) -> None:
+    """The reason has two lines: the cause with the number of devices, and the fix."""
+    stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 3})
+    for name in "abc":
+        stage.hand(name)
+    play(stage, "abc", 60.0, code)
+    (ended,) = stage.told(Ended)
+    assert asked(stage) == [(0, 0, ("a", "b", "c"))]
+    assert len(stage.told(Declined)) == 3
+    assert not stage.told(Reopened)
+    assert (ended.status, ended.code) == ("failed", code)
+    kind = REFUSALS[code]
+    assert ended.reason == f"{kind.cause} in round 0 on 3 of 3 devices (no data here).\nFix: {kind.fix}."
+
+
+@pytest.mark.parametrize("code", RECURS)
+def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others_go_on(
+    tmp_path: Path, code: str
+) -> None:
+    """No attempt is lost to it, and it is not asked the same task twice."""
+    stage = Stage(tmp_path, rounds=3, cohort={"deadline_s": 30.0, "attempts": 1})
+    for name in "abc":
+        stage.hand(name)
+    play(stage, "c", 60.0, code)
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.round for fact in stage.told(Committed)] == [0, 1, 2]
+    declined = [fact.round for fact in stage.told(Declined)]
+    assert declined == ([0, 1, 2] if REFUSALS[code].lasts == "round" else [0])
+    assert len(asked(stage)) == 3
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
+    """All three fail in the first attempt and answer in the second."""
+    stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
+    for name in "abc":
+        stage.hand(name)
+    play(stage, "abc", 9.0, code)
+    assert len(stage.told(Declined)) == 3
+    play(stage, "", 20.0)
+    assert asked(stage) == [(0, 0, ("a", "b", "c")), (0, 1, ("a", "b", "c"))]
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+
+
+def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path) -> None:
+    """What a device says is a claim: a slow device keeps its attempts, and the claimant is not asked again."""
+    stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 2})
+    for name in "abc":
+        stage.hand(name)
+    stage.play(0.5)
+    refuse(stage, stage.hands[0], "diverged")
+    stage.hands[1].answer(ones(2.0))
+    stage.play(35.0)
+    assert [(fact.round, fact.attempt) for fact in stage.told(Reopened)] == [(0, 1)]
+    stage.hands[2].answer(ones(2.0))
+    stage.play(2.0)
+    assert asked(stage) == [(0, 0, ("a", "b", "c")), (0, 1, ("c",))]
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+
+
+def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path: Path) -> None:
+    """Two of three are needed, and two report a failure: the third has answered, and no other attempt could help."""
+    stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3, "min_devices": 2})
+    for name in "abc":
+        stage.hand(name)
+    play(stage, "ab", 40.0, "diverged")
+    (ended,) = stage.told(Ended)
+    assert ended.reason.startswith("training diverged in round 0 on 2 of 3 devices (no data here).\nFix: lower")
+    assert len(asked(stage)) == 1
+
+
+def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> None:
+    """Both devices send NaN: one attempt, with the cause and the fix."""
+    stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
+    for name in "ab":
+        stage.hand(name)
+    stage.play(0.5)
+    for hand in stage.hands:
+        hand.answer(ones(float("nan")))
+    stage.play(40.0)
+    (ended,) = stage.told(Ended)
+    assert (ended.status, ended.code) == ("failed", "update")
+    assert ended.reason.startswith("the update was rejected in round 0 on 2 of 2 devices (")
+    assert "not finite" in ended.reason
+    assert len(asked(stage)) == 1
+
+
+def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(tmp_path: Path) -> None:
+    """It declines once, and takes part again after its telemetry."""
+    stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
+    for name in "abc":
+        stage.hand(name)
+    stage.play(0.5)
+    full = stage.hands[-1]
+    refuse(stage, full, "full")
+    full.say("telemetry", wire.Telemetry(disk_full=True))
+    for hand in stage.hands[:-1]:
+        hand.answer(ones(2.0))
+    play(stage, "", 5.0)
+    assert len(stage.told(Committed)) > 3
+    assert len(full.tasks) == 2  # one task, and that it was withdrawn
+    full.say("telemetry", wire.Telemetry(disk_full=False))
+    play(stage, "", 5.0)
+    assert "c" in {fact.update.device for fact in stage.told(Answered)}
+    assert len(stage.told(Declined)) == 1

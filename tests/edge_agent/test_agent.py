@@ -122,7 +122,7 @@ def test_a_task_larger_than_the_disk_is_refused(site: Site) -> None:
     """Before anything is fetched."""
     site.ask(bundles={"model": BlobRef(sha256="a" * 64, size=1 << 52)})
     claim = site.all("claim")[-1]
-    assert (claim.accepted, claim.code) == (False, "disk")
+    assert (claim.accepted, claim.code) == (False, "full")
     assert "are free" in claim.reason
 
 
@@ -165,7 +165,7 @@ def test_an_answer_too_large_to_be_sent_is_refused(site: Site) -> None:
     site.bench.finish(metrics={f"m{n}": 0.0 for n in range(1001)})
     site.run()
     claim = site.all("claim")[-1]
-    assert (claim.accepted, claim.code) == (False, "failed")
+    assert (claim.accepted, claim.code) == (False, "exception")
     assert "cannot be sent" in claim.reason
     assert site.outbox == []
 

@@ -96,7 +96,7 @@ def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
 
 
 def test_a_late_answer_to_an_earlier_round_takes_nothing_back() -> None:
-    """A restarted coordinator answers an update of round 0 again, whose first answer was lost, after round 1 counted."""
+    """A restarted coordinator answers round 0 again after round 1 counted, as the first answer was lost."""
     state, _ = after(Done(update(0, epoch=1), False), Done(update(1, epoch=1), False))
     state, _ = after(Acked(("j-1", 1), True, epoch=1), Acked(("j-1", 0), True, epoch=2), state=state)
     assert (dict(state.outbox), state.counted["j-1"]) == ({}, Counted(1, 1))

@@ -50,7 +50,7 @@ def test_a_codec_that_is_not_known_here_is_refused_with_those_that_are() -> None
 def test_work_above_the_budget_is_refused_with_numbers() -> None:
     """1000 MB for the work do not go into 105 MB."""
     said = refusal(task(work=Work(peak_bytes=1000 * 10**6)))
-    assert said.code == "memory"
+    assert said.code == "budget"
     assert "1000 MB for the work" in said.reason
     assert "budget here is 105 MB" in said.reason
 
@@ -59,7 +59,7 @@ def test_the_engines_own_size_counts_against_the_budget() -> None:
     """The budget is the whole process's."""
     room = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"]
     assert after(Arrived(task(work=Work(peak_bytes=room))))[0].open is not None
-    assert refusal(task(work=Work(peak_bytes=room + 1))).code == "memory"
+    assert refusal(task(work=Work(peak_bytes=room + 1))).code == "budget"
 
 
 def test_work_above_what_the_board_has_left_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_the_engines_size_as_seen_here_replaces_the_assumed_one() -> None:
     assert state.base_bytes == {"numpy": 90 << 20}
     _, actions = advance(state, Arrived(task(2, work=Work(peak_bytes=11 << 20))), 0.0)
     assert isinstance(actions[0], Say)
-    assert actions[0].claim.code == "memory"
+    assert actions[0].claim.code == "budget"
 
 
 def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refused_once_nothing_smaller_fits() -> None:
@@ -94,7 +94,7 @@ def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refu
     state, _ = after(Arrived(again(asked, 3)), Failed("memory", "it was killed", overrun=True), state=state)
     _, actions = after(Arrived(again(asked, 4)), state=state)
     assert isinstance(actions[0], Say)
-    assert actions[0].claim.code == "memory"
+    assert actions[0].claim.code == "budget"
     assert "2.44 times what was predicted" in actions[0].claim.reason
 
 
@@ -105,7 +105,7 @@ def again(asked: Task, attempt: int) -> Task:
 
 def test_an_engine_that_refuses_beforehand_teaches_nothing() -> None:
     """Planning with even less would have it refuse the more."""
-    state, _ = after(Arrived(task()), Failed("memory", "one example does not fit"))
+    state, _ = after(Arrived(task()), Failed("budget", "one example does not fit"))
     assert plan.plannable_bytes(state, task()) == MEANS.budget_bytes
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from fedquilt.core import DataError, ModelError
+from fedquilt.core import DataError, ModelError, shorten_error
 from fedquilt.data import reading
 from fedquilt.data.readers import audio, image_file, table, text
 from fedquilt.data.spec import DataSpec
@@ -191,7 +191,7 @@ def array(data: bytes) -> np.ndarray:
         with _PARSER:
             shape, order, kind = read(file, max_header_size=HEADER_MOST)
     except Exception as error:  # numpy's parser raises what Python's does
-        raise DataError(f"cannot read the array: {' '.join(str(error).split())[:200]}") from None
+        raise DataError(f"cannot read the array: {shorten_error(str(error))}") from None
     left = len(data) - file.tell()
     if kind.kind not in "fiub":
         raise DataError(f"an array of type {kind}: expected numbers")
@@ -221,7 +221,7 @@ def arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
     except DataError:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
-        raise DataError(f"cannot read the .npz: {' '.join(str(error).split())[:200]}") from None
+        raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
 
 
 def examples(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz") -> Examples:

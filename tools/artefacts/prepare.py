@@ -137,7 +137,8 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
-            fitting.require_fit(made.meta, spec)
+            for warning in fitting.warnings(made.meta, fitting.require_fit(made.meta, spec), spec):
+                say(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
     return made

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from fedquilt.core import FedquiltError, JobError
+from fedquilt.core import FedquiltError, JobError, shorten_error
 
 LIMIT_S: Final = 120.0
 MOST_BYTES: Final = 30_000_000
@@ -62,7 +62,7 @@ class Reports:
                 await process.wait()
         if process.returncode:
             lines = said.decode(errors="replace").strip().splitlines() or ["it says nothing"]
-            raise JobError(f"no page of {run} can be made: {lines[-1][:500]}")
+            raise JobError(f"no page of {run} can be made: {shorten_error(lines[-1])}")
         return page
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.core import JobError, LinkError
+from fedquilt.core import JobError, LinkError, shorten_error
 from fedquilt.tools.emulate.listener import Listener
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
@@ -158,4 +158,4 @@ def stop(process: subprocess.Popen[bytes], limit_s: float) -> int:
 def last(log: Path) -> str:
     """The last line in a log."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][-500:] if lines else "(it said nothing)"
+    return shorten_error(lines[-1]) if lines else "(it said nothing)"

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -38,10 +38,12 @@ from fedquilt.core import (
     Update,
     Usage,
     Work,
+    shorten_error,
 )
 from fedquilt.edge_agent.events import Means
 from fedquilt.edge_agent.task import outputs
 from fedquilt.edge_agent.task.protocol import Event, Order, Outcome
+from fedquilt.wire import RefusalCode
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -169,7 +171,7 @@ class SiteWorker:
             try:
                 self._outcome = self._begin(order)
             except FedquiltError as error:
-                self._outcome = Outcome(code="failed", reason=str(error)[:1000])
+                self._outcome = Outcome(code="failed", reason=shorten_error(str(error)))
         elif not self._asked and self._outcome is None and not self._goes_on(order):
             self._stop(order.task.job)
         if self._outcome is None or self.server.job(order.task.job) is not None:
@@ -204,7 +206,8 @@ class SiteWorker:
             self._halting |= {job.id} - self._stopping
             self._stopping.discard(job.id)
         elif isinstance(fact, facts.Ended) and fact.status == "failed" and self._is_ordered(job.id):
-            self._outcome = Outcome(code="failed", reason=f"the site's round failed: {fact.reason}"[:1000])
+            code: Any = fact.code if fact.code in get_args(RefusalCode) else "failed"
+            self._outcome = Outcome(code=code, reason=shorten_error(f"the site's round failed: {fact.reason}"))
 
     def means(self, before: Means, now_s: float) -> Means:
         """What the site has, as its boards are: engines and codecs of any, the largest budget, how many there are."""

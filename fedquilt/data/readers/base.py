@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from fedquilt.metrics import TaskKind
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
+NAMED_MOST = 50  # classes that an error lists
 BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # raised by damaged files
 
 
@@ -55,6 +57,32 @@ def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: n
     return result
 
 
+def class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
+    """Return what is wrong with class numbers and the fix, or "" if all are from 0 to `classes` - 1.
+
+    Args:
+        y: class of each example (n,), any whole numbers.
+        classes: number of classes of the network, if known.
+        is_table: whether [data] labels can number the classes.
+    """
+    kinds = np.unique(y)
+    if not len(kinds) or (kinds[0] >= 0 and (classes is None or kinds[-1] < classes)):
+        return ""
+    low, high, count = int(kinds[0]), int(kinds[-1]), len(kinds)
+    if classes is not None and count > classes:
+        return f"the labels are of {count} classes: set [model] classes = {max(high + 1, count)}, and prepare anew"
+    if low >= 1 and high in (count, classes):
+        problem, fix = "the labels are counted from 1", "subtract 1 from each label"
+    elif (low, high, count) == (-1, 1, 2):
+        problem, fix = "the labels are -1 and 1", "write 0 for -1"
+    else:
+        problem = "the labels have gaps" if low >= 0 else "there are labels below 0"
+        fix = f"number the {count} classes from 0 to {count - 1}"
+    if is_table and count <= NAMED_MOST:
+        fix = f"set [data] labels = {json.dumps([str(kind) for kind in kinds])}, or {fix}"
+    return f"{problem}: {fix}"
+
+
 def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
     """Convert labels to the form of their task: see `Reader`.
 
@@ -64,8 +92,10 @@ def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np
     said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "ui" or (len(y) and y.min() < 0):
-            mend = " (for numbers to predict set [data] task = 'regression')" if y.dtype.kind == "f" else ""
-            raise DataError(f"{said}: one whole number from 0 each is wanted{mend}")
+            mend = "for numbers to predict set [data] task = 'regression'" if y.dtype.kind == "f" else ""
+            if y.ndim == 1 and y.dtype.kind == "i":
+                mend = class_problem(y)
+            raise DataError(f"{said}: one whole number from 0 each is wanted{f' ({mend})' if mend else ''}")
         return y.astype(np.int64)
     if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
         raise DataError(f"{said}: with task = {task!r} a number or a row of numbers for each example is wanted")

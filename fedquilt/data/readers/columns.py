@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fedquilt.core import DataError
+from fedquilt.data.readers.base import NAMED_MOST
 from fedquilt.data.spec import DataSpec
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in capital or small letters
@@ -169,10 +170,12 @@ class Decoder:
     def _classes_named(self, chunk: Chunk, name: str) -> str:
         kinds = sorted({str(value) for value in chunk.columns[name]})
         try:
-            float(kinds[0])
+            kinds.sort(key=float)
+            are_classes = all(float(kind).is_integer() for kind in kinds)
         except ValueError:
-            if len(kinds) <= 50:
-                return f"name the classes in order: labels = {json.dumps(kinds, ensure_ascii=False)}"
+            are_classes = True
+        if are_classes and len(kinds) <= NAMED_MOST:
+            return f"name the classes in order: set [data] labels = {json.dumps(kinds, ensure_ascii=False)}"
         return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
 
     def _several(self, chunk: Chunk) -> np.ndarray:

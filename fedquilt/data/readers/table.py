@@ -190,6 +190,8 @@ def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[
     """
     if missing := [name for name in names if name not in there]:
         hint = config.nearest(missing[0], there)
+        if missing[0] == "y" and key == "y" and not hint:
+            hint = f": name the column of labels, as [data] y = {there[-1]!r}" if there else ""
         raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_some(there)}{hint}")
 
 

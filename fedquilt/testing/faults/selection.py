@@ -23,7 +23,7 @@ from fedquilt.coordinator.facts import (
     Resumed,
     Surveyed,
 )
-from fedquilt.coordinator.refusals import AGAIN_ROUNDS, LASTS
+from fedquilt.coordinator.refusals import AGAIN_ROUNDS, FULL, REFUSALS
 from fedquilt.coordinator.settings import Job
 
 
@@ -59,7 +59,7 @@ class Selection:
             case Declined() | Rejected():
                 self._declined.add(event.device)
                 self._asked.discard(event.device)
-                if isinstance(event, Declined):
+                if event.code:
                     self._refused[event.device] = (event.code, event.round)
             case Lost():
                 self._answered.discard(event.device)
@@ -92,10 +92,12 @@ class Selection:
 
     def _unfounded(self, device: str, reason: str) -> str:
         """Return what is wrong with an ineligibility reason that stands for a refusal, or ""."""
-        if LASTS.get(reason, "attempt") == "attempt":
+        kind = REFUSALS.get(reason)
+        if kind is None or kind.lasts == "attempt" or reason == FULL:  # a full disk is also told by telemetry
             return ""
         code, round = self._refused.get(device, ("", -AGAIN_ROUNDS))
-        if code == reason and (LASTS[code] == "start" or self._round < round + AGAIN_ROUNDS):
+        until = {"round": round + 1, "rounds": round + AGAIN_ROUNDS, "start": math.inf}[kind.lasts]
+        if code == reason and self._round < until:
             return ""
         return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
 

@@ -100,7 +100,7 @@ def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pyte
     held.play(unreadable.TRIES * (unreadable.AGAIN_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert f"{held.job} has failed: the bundle of {held.job} cannot be read" in told
+    assert f"job failed: the bundle of {held.job} cannot be read" in told
     held.store.close()
 
 

@@ -99,7 +99,7 @@ def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> No
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
     """The check ends before anything is loaded."""
     found = check.carry_out(order(laid("new", network()), budget_bytes=60_000_000))
-    assert found.code == "memory"
+    assert found.code == "budget"
     assert "raise it" in found.reason
 
 

@@ -28,7 +28,7 @@ def test_an_error_in_a_method_from_outside_names_its_file_and_line() -> None:
     """Its author has nothing but this sentence."""
     broken = lambda: {}["mu"]  # noqa: E731
     outcome, line = main.failed(raised(broken)), broken.__code__.co_firstlineno
-    assert (outcome.code, outcome.reason) == ("failed", f"KeyError: 'mu' ({Path(__file__).name}, line {line})")
+    assert (outcome.code, outcome.reason) == ("exception", f"KeyError: 'mu' ({Path(__file__).name}, line {line})")
 
 
 def test_an_error_without_words_is_named_by_its_kind() -> None:

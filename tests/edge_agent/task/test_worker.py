@@ -128,7 +128,7 @@ def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Plac
 @pytest.mark.parametrize(
     ("method", "changes", "code", "part"),
     [
-        ("diverged", {}, "failed", "tensor 'w' holds 1 values that are not finite"),
+        ("diverged", {}, "diverged", "tensor 'w' holds 1 values that are not finite"),
         ("clumsy", {}, "model", "no bundle 'weights'; it has: model"),
         ("greedy", {}, "memory", "an allocation failed"),
         ("chatty", {"data": {}}, "data", "give its agent.toml a [data] table"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from fedquilt.cli import main
 from fedquilt.coordinator.store import Store
 from fedquilt.core import DataError
 from fedquilt.data import fitting
+from fedquilt.data.readers import Reader
+from fedquilt.data.readers.base import class_problem
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import numpy_engine
 
@@ -112,3 +115,64 @@ def test_prepare_says_it_where_the_data_are_here(tmp_path: Path, capsys: pytest.
     assert "hold 20 values each" in capsys.readouterr().err
     (tmp_path / "own.npz").unlink()
     assert main(["prepare", str(tmp_path / "job.toml")]) == 0
+
+
+LABELS = {
+    "counted from 1": ([1, 2, 3], "the labels are counted from 1: subtract 1 from each label"),
+    "a share of those": ([1, 3], "the labels are counted from 1: subtract 1 from each label"),
+    "-1 and 1": ([-1, 1], "the labels are -1 and 1: write 0 for -1"),
+    "gaps": ([0, 2, 5], "the labels have gaps: number the 3 classes from 0 to 2"),
+    "below 0": ([-2, 0, 4], "there are labels below 0: number the 3 classes from 0 to 2"),
+    "more classes": ([0, 1, 2, 3], "the labels are of 4 classes: set [model] classes = 4, and prepare anew"),
+    "right": ([0, 2], ""),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_labels_that_no_network_of_three_classes_takes_are_named_with_the_fix(case: str) -> None:
+    """A table can name its classes in the job instead."""
+    labels, said = LABELS[case]
+    y = np.repeat(np.array(labels), 4)
+    assert class_problem(y, 3) == said
+    in_table = class_problem(y, 3, is_table=True)
+    assert ("set [data] labels = " in in_table) == bool(said) * (case != "more classes")
+
+
+def test_labels_of_a_table_work_once_the_job_names_them_as_the_error_says(tmp_path: Path) -> None:
+    """Of 1 to 3 and of -1 and 1: what the message gives is copied into [data]."""
+    for numbers, classes in (([1, 2, 3], 3), ([-1, 1], 2)):
+        (tmp_path / "t.csv").write_text("p,y\n" + "\n".join(f"0.{n},{numbers[n % len(numbers)]}" for n in range(12)))
+        spec, meta = (
+            DataSpec(path=str(tmp_path / "t.csv")),
+            {"network": {"name": "mlp", "inputs": 1, "classes": classes}},
+        )
+        with pytest.raises(DataError) as raised:
+            fitting.require_fit(meta, spec)
+        given = str(raised.value).split("set [data] labels = ")[1].split("]")[0] + "]"
+        named = DataSpec(path=spec.path, labels=tuple(json.loads(given)))
+        assert set(fitting.require_fit(meta, named).y) == set(range(classes))
+
+
+def scaled(path: Path, factor: float) -> tuple[Reader, DataSpec]:
+    x = np.random.default_rng(0).normal(size=(60, 3)) * [1.0, factor, 0.0]
+    np.savez(path, x=x, y=np.arange(60) % 3)
+    spec = DataSpec(path=str(path))
+    return fitting.require_fit({"network": {**MLP, "inputs": 3}}, spec), spec
+
+
+def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardises(tmp_path: Path) -> None:
+    """Above a factor of 100; a feature that never varies has no scale."""
+    large, small = scaled(tmp_path / "large.npz", 500.0), scaled(tmp_path / "small.npz", 50.0)
+    (said,) = fitting.warnings({"network": MLP}, *large)
+    assert "features differ in scale by a factor of 374 (number 1 by 410, number 0 by 1.1)" in said
+    assert said.endswith(": set [input] standardise = true, and prepare anew")
+    assert fitting.warnings({"network": MLP}, *small) == []
+    assert fitting.warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
+
+
+def test_a_class_0_that_never_occurs_is_warned_of(tmp_path: Path) -> None:
+    """Four classes for labels 1 to 3 fit, and are probably a mistake."""
+    np.savez(tmp_path / "one.npz", x=np.zeros((12, 3)), y=1 + np.arange(12) % 3)
+    spec, meta = DataSpec(path=str(tmp_path / "one.npz")), {"network": {**MLP, "inputs": 3, "classes": 4}}
+    (said,) = fitting.warnings(meta, fitting.require_fit(meta, spec), spec)
+    assert said.endswith("no example has class 0; the labels are counted from 1: subtract 1 from each label")

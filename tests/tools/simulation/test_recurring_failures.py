@@ -1,0 +1,148 @@
+"""Tasks that fail in the same way whenever they are tried, on simulated devices with the agents' own code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from simulated_fleets import Fleet, facts
+
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended, Reopened
+from fedquilt.core import Answer, DataError, DiskFullError, Method, ModelError, Site, Task
+from fedquilt.methods import fedavg
+from fedquilt.testing.toys import learners
+from fedquilt.tools.simulation.simulated_job import Simulation
+
+DEVICES = {"dev-0", "dev-1", "dev-2"}
+
+
+def broken(fail: Callable[[Task, Site], Any], devices: set[str]) -> Method:
+    """Return FedAvg whose client half fails on these devices."""
+
+    def work(task: Task, site: Site) -> Answer:
+        if site.device in devices:
+            fail(task, site)
+        return fedavg.METHOD.work(task, site)
+
+    return replace(fedavg.METHOD, work=work)
+
+
+def diverge(task: Task, site: Site) -> None:
+    """Train with a learning rate that no loss survives, until the engine refuses."""
+    fedavg.METHOD.work(msgspec.structs.replace(task, params={**task.params, "lr": 1e9, "epochs": 20}), site)
+
+
+def raising(error: Exception) -> Callable[[Task, Site], Any]:
+    def fail(task: Task, site: Site) -> None:
+        raise error
+
+    return fail
+
+
+CAUSES: dict[str, tuple[Callable[[Task, Site], Any], str]] = {
+    "diverged": (diverge, r"training diverged in round 0 on 3 of 3 devices \(.*learning rate 1e\+09\)\.\nFix: lower "),
+    "data": (
+        raising(DataError("a.csv, line 3: the value is missing")),
+        r"the data cannot be used in round 0 on 3 of 3 devices \(a.csv, line 3: the value is missing\)\.\nFix: correct",
+    ),
+    "model": (
+        raising(ModelError("there is no layer 'fc9'")),
+        r"the model does not fit in round 0 on 3 of 3 devices \(there is no layer 'fc9'\)\.\nFix: change the model",
+    ),
+    "exception": (
+        lambda task, site: {}["mu"],
+        r"the method's code failed in round 0 on 3 of 3 devices \(KeyError: 'mu' \(test_recurring_failures.py, line \d+"
+        r"\)\)\.\nFix: correct the code",
+    ),
+    "full": (
+        raising(DiskFullError("cannot write x: No space left on device")),
+        r"the disk is full in round 0 on 3 of 3 devices \(cannot write x: No space left on device\)\.\nFix: free disk",
+    ),
+}
+
+
+def attempts(ended: Simulation) -> list[tuple[int, int]]:
+    return [(fact.round, fact.attempt) for fact in facts(ended, Asked)]
+
+
+@pytest.mark.parametrize("code", CAUSES)
+def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_fix(fleet: Fleet, code: str) -> None:
+    """Each device is asked once."""
+    fail, reason = CAUSES[code]
+    ended = fleet.played(method=broken(fail, DEVICES))
+    assert ended.status == "failed"
+    assert attempts(ended) == [(0, 0)]
+    assert [fact.code for fact in facts(ended, Declined)] == [code] * 3
+    (end,) = facts(ended, Ended)
+    assert end.code == code
+    assert re.match(reason, end.reason), end.reason
+    assert end.reason.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", CAUSES)
+def test_what_fails_on_one_device_costs_the_others_no_attempt(fleet: Fleet, code: str) -> None:
+    """It is asked once in a round at the most."""
+    ended = fleet.played(method=broken(CAUSES[code][0], {"dev-1"}))
+    assert ended.status == "done"
+    assert attempts(ended) == [(0, 0), (1, 0)]
+    declined = [(fact.round, fact.device, fact.code) for fact in facts(ended, Declined)]
+    assert declined == ([(0, "dev-1", "data")] if code == "data" else [(0, "dev-1", code), (1, "dev-1", code)])
+    assert {fact.update.device for fact in facts(ended, Answered)} == {"dev-0", "dev-2"}
+
+
+def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
+    """An error of the file system that is gone at the second try."""
+    left = dict.fromkeys(DEVICES, 1)
+
+    def fail(task: Task, site: Site) -> None:
+        if left[site.device]:
+            left[site.device] -= 1
+            raise OSError(5, "Input/output error")
+
+    ended = fleet.played(method=broken(fail, DEVICES))
+    assert ended.status == "done"
+    assert [fact.code for fact in facts(ended, Declined)] == ["disk"] * 3
+    assert attempts(ended) == [(0, 0), (0, 1), (1, 0)]
+    assert len(facts(ended, Reopened)) == 1
+
+
+def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet) -> None:
+    """A method's own arithmetic may spoil what the engine has trained."""
+
+    def work(task: Task, site: Site) -> Answer:
+        answer = fedavg.METHOD.work(task, site)
+        spoiled = {name: array * np.float32(np.nan) for name, array in answer.bundles["model"].items()}
+        return replace(answer, bundles={"model": spoiled})
+
+    ended = fleet.played(method=replace(fedavg.METHOD, work=work))
+    assert attempts(ended) == [(0, 0)]
+    assert "training diverged in round 0 on 3 of 3 devices" in ended.reason
+    assert "not finite" in ended.reason
+
+
+def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> None:
+    """The most likely cause stands beside the learning rate."""
+    given = learners(2, 13)
+    for member in given:
+        member.train.x[:, 0] *= 1e4
+    ended = fleet.played(members=given)
+    assert ended.status == "failed"
+    assert "training diverged in round 0 on 2 of 2 devices" in ended.reason
+    assert "features differ in scale by a factor of" in ended.reason
+    assert ended.reason.endswith("set [input] standardise = true.")
+
+
+def test_a_loss_that_never_changes_is_noted_with_its_likely_cause(fleet: Fleet) -> None:
+    """Once, after five rounds; a training that learns has no such note."""
+    params = {"lr": 1e-12, "epochs": 1, "batch": 4}
+    still, learns = (fleet.played(rounds=7, params=given) for given in (params, {**params, "lr": 0.05}))
+    notes = [(fact.round, note) for fact in facts(still, Committed) for note in fact.notes]
+    assert [round for round, _ in notes] == [4]
+    assert "the loss has stayed at " in notes[0][1]
+    assert notes[0][1].endswith("for 5 rounds: the learning rate is probably too low (1e-12): raise [params] lr")
+    assert not [note for fact in facts(learns, Committed) for note in fact.notes]
