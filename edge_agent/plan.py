@@ -318,7 +318,9 @@ def _acked(state: State, event: Acked, now_s: float) -> Step:
     counted = dict(state.counted)
     if event.accepted:
         before = counted.pop(job, Counted(-1))  # popped, so that the latest job is last
-        later = event.epoch > before.epoch or round > before.round
+        # a late answer to an earlier round, by a coordinator that has begun anew since, takes nothing back
+        epoch = event.epoch if offer is None else offer.update.epoch
+        later = epoch > before.epoch or round > before.round
         counted[job] = Counted(round, event.epoch) if later else before
         counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
     if event.accepted and offer is not None and offer.since_s is not None:

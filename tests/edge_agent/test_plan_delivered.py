@@ -95,6 +95,14 @@ def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
     assert state.counted["j-1"] == Counted(3, 2)
 
 
+def test_a_late_answer_to_an_earlier_round_takes_no_later_round_back() -> None:
+    """Round 0's answer was lost, and the coordinator that repeats it has begun anew since: round 2 stays counted."""
+    state, _ = after(Arrived(task(0, epoch=1)), Done(update(0, epoch=1), False))
+    state, _ = after(Acked(("j-1", 2), True, epoch=1), state=state)
+    state, _ = advance(state, Acked(("j-1", 0), True, epoch=2), 3.0)
+    assert (dict(state.outbox), state.counted["j-1"]) == ({}, Counted(2, 1))
+
+
 def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_and_worked_for_again() -> None:
     """A restored coordinator has come to the same round by another way; a restarted one has the same state."""
     state, _ = after(Arrived(task(state=A.sha256)), Done(update(state=A.sha256), True))
