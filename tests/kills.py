@@ -282,9 +282,9 @@ def calm(plan: fleet.Plan, cohorts: Sequence[Collection[str]]) -> tuple[str, lis
     """(run, facts) of a job in this process, where nothing happens; these boards take part in each round."""
     decide = rounds.decide
 
-    def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any) -> AnyFact | None:
+    def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any, **more: Any) -> AnyFact | None:
         allowed = cohorts[state.round] if state.round < len(cohorts) else online
-        return decide(state, now_s, {name for name in online if name in allowed}, *rest)
+        return decide(state, now_s, {name for name in online if name in allowed}, *rest, **more)
 
     with mock.patch.object(rounds, "decide", among), contextlib.redirect_stdout(io.StringIO()):
         run, _ = fleet.virtually(plan)
