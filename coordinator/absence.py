@@ -6,6 +6,8 @@ import math
 
 from fedquilt.transport.connect import FIRST_S, LONGEST_S
 
+RETURN_S = 5.0  # after each connection, until a device that its broker reports offline counts as such
+
 
 class Absence:
     """The broker, as seen from here. Devices that it lost as well come back by themselves, after a back-off.
@@ -17,6 +19,7 @@ class Absence:
         self.lost_s = 0.0  # seconds so far: of each absence, and of the longest back-off that follows it
         self._since_s: float | None = None
         self._known = False  # whether it has been reached by this process
+        self._back_s = -math.inf  # when the devices that it lost as well are back
 
     @property
     def away(self) -> bool:
@@ -27,6 +30,10 @@ class Absence:
         """Seconds lost since `lost_s` were; infinite while it is not reached."""
         return math.inf if self.away else self.lost_s - lost_s
 
+    def hears(self, now_s: float) -> bool:
+        """Return whether devices can be heard: the broker is reached, and they have had the time to come back."""
+        return not self.away and now_s >= self._back_s
+
     def note(self, reached: bool, now_s: float) -> None:
         """Note whether it is reached now."""
         if not reached and self._since_s is None:
@@ -34,5 +41,7 @@ class Absence:
         elif reached and self._since_s is not None:
             gone_s, self._since_s = now_s - self._since_s, None
             began = self._known or gone_s < FIRST_S  # here, or it was not away: a connection takes a moment
-            self.lost_s += gone_s + (min(gone_s, LONGEST_S) if began else LONGEST_S)
-        self._known = self._known or reached
+            back_off_s = min(gone_s, LONGEST_S) if began else LONGEST_S
+            self.lost_s, self._back_s = self.lost_s + gone_s + back_off_s, now_s + max(back_off_s, RETURN_S)
+        if reached and not self._known:
+            self._known, self._back_s = True, max(self._back_s, now_s + RETURN_S)

@@ -20,6 +20,7 @@ from fedquilt.coordinator.facts import AnyFact, Rejected, Rounds
 from fedquilt.core import Update
 from fedquilt.wire import Claim
 
+REMOVED = "removed from the fleet by request"
 FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
 UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
@@ -28,6 +29,24 @@ UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 class Appeared(msgspec.Struct, frozen=True):
     """A device came online or restarted, or its task is unclaimed: it may lack its task."""
+
+    device: str
+
+
+class Silent(msgspec.Struct, frozen=True):
+    """A device has not answered requests for its presence, although its broker reports it online."""
+
+    device: str
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """A silent device has sent a message."""
+
+    device: str
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """A device is removed from the fleet by request."""
 
     device: str
 
@@ -75,7 +94,7 @@ class Examined(msgspec.Struct, frozen=True):
     odd: str = ""  # what its device claims and cannot be, which is not in `taken`
 
 
-Event: TypeAlias = Appeared | Flooded | Claimed | Offered | Arrived | Examined
+Event: TypeAlias = Appeared | Flooded | Removed | Claimed | Offered | Arrived | Examined
 
 # -- actions --------------------------------------------------------------------------------------
 
@@ -173,13 +192,15 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
             open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
             return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
         case Flooded(device):
-            return _flooded(state, arriving, device)
+            return _dropped(state, arriving, device, "flooding", FLOODED)
+        case Removed(device):
+            return _dropped(state, arriving, device, "removed", REMOVED)
 
 
-def _flooded(state: Rounds | None, arriving: Arriving, device: str) -> Step:
+def _dropped(state: Rounds | None, arriving: Arriving, device: str, code: str, reason: str) -> Step:
     if state is None or not _asked(state, device):
         return Step(arriving)
-    return Step(None, (Rejected(state.round, device, FLOODED, "flooding"),), (Withdraw(device),))
+    return Step(None, (Rejected(state.round, device, reason, code),), (Withdraw(device),))
 
 
 def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:

@@ -60,8 +60,10 @@ class Board(msgspec.Struct, frozen=True, omit_defaults=True):
 
     device: str
     online: bool = False
-    since: float | None = None  # it is online, or offline; None: from before anything was noted
-    seen: float | None = None  # it said something last
+    silent: bool = False  # not online: its broker reports it so, and it does not answer
+    quiet: bool = False  # it has been asked for its presence, and has not answered yet
+    since: float | None = None  # it is online, offline or silent; None: from before anything was noted
+    seen: float | None = None  # when its last message came, as far as it is known
     boot: str = ""
     board: str = ""
     version: str = ""  # of its agent
@@ -108,18 +110,27 @@ def heard(board: Board, message: Wired, at: float) -> Board:
                 labels=message.labels,
             )
         case wire.Claim():
-            return _claim(replace(board, seen=at), message, at)
+            return _claim(board, message, at)
         case wire.Progress() if board.doing is not None and _same(board.doing, message.job, message.round):
-            doing = replace(board.doing, step="working", fraction=message.fraction)
-            return replace(board, seen=at, doing=doing)
+            return replace(board, doing=replace(board.doing, step="working", fraction=message.fraction))
         case Update() if board.doing is not None and _same(board.doing, message.job, message.round):
             step = board.doing.step if board.doing.step == "waiting" else "sending"  # it offers the same again
-            return replace(board, seen=at, doing=replace(board.doing, step=step, fraction=None))
+            return replace(board, doing=replace(board.doing, step=step, fraction=None))
         case wire.Installed():
-            return replace(board, seen=at, runs=_runs(board.runs, message, at))
+            return replace(board, runs=_runs(board.runs, message, at))
         case Telemetry():
-            return _clock(replace(board, seen=at, mode=message.mode), message.clock_s, at)
-    return replace(board, seen=at)
+            return _clock(replace(board, mode=message.mode), message.clock_s, at)
+    return board
+
+
+def lost(board: Board, at: float) -> Board:
+    """Return the board after it has not answered."""
+    return replace(board, online=False, silent=True, quiet=False, since=at if board.seen is None else board.seen)
+
+
+def returned(board: Board, at: float) -> Board:
+    """Return a silent board after a message of its own."""
+    return replace(board, online=True, silent=False, since=at)
 
 
 def asked(board: Board, task: Task, at: float) -> Board:
@@ -178,12 +189,13 @@ def _runs(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[
 
 
 def _presence(board: Board, message: wire.Presence, at: float) -> Board:
+    if board.silent and message.online and message.boot == board.boot:
+        return board  # retained: `returned` comes before a message of its own
     if message.online == board.online and (message.boot == board.boot or not message.online):
-        return board  # retained, or told again
+        return replace(board, silent=False)  # retained, or told again
     if not message.online and not board.boot:
         return replace(board, boot=message.boot)  # a broker keeps this of boards that went long ago
-    seen = at if message.online else board.seen
-    return replace(board, online=message.online, boot=message.boot, since=at, seen=seen)
+    return replace(board, online=message.online, silent=False, quiet=False, boot=message.boot, since=at)
 
 
 def _claim(board: Board, message: wire.Claim, at: float) -> Board:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import boards
-from fedquilt.coordinator.admission import FLOODED, Flooded
+from fedquilt.coordinator.admission import FLOODED, Flooded, Removed, Returned, Silent
 from fedquilt.coordinator.boards import Board, Reading, Refusal
 from fedquilt.coordinator.boards_store import FORGOTTEN_S, STEPS, BoardStore
 from fedquilt.coordinator.executors import Heard, OverLink
@@ -33,6 +33,7 @@ TIDY_S: Final = 300.0
 DOUBT_S: Final = 30.0  # after a start: who was online before, and has not been heard of, is not
 MOST: Final = 20_000  # boards that are noted
 _OFTEN: Final = (Telemetry, wire.Progress)
+REMOVED_S: Final = 0.5  # between two looks for boards that are to be removed
 RETRY_S: Final = 10.0  # after an error of the disk
 
 
@@ -53,17 +54,19 @@ class Boards:
         self._changed: set[str] = set()  # devices that are not stored as they are
         self._sums: dict[str, tuple[int, Reading]] = {}  # device -> number of messages of the running step, their sum
         self._readings: dict[tuple[str, int], Reading] = {}  # by device and time: not stored yet
+        self._seen: dict[str, float] = {}  # device -> when its last message came, where that is not in `_boards` yet
         self._doubted: set[str] = set()  # devices that were online when the last coordinator ended
         self._now_s, self._due_s = 0.0, -math.inf  # on the server's clock, as the two that follow
-        self._doubt_s = self._tidy_s = math.inf
+        self._doubt_s = self._tidy_s = self._remove_s = math.inf
+        self._removed: list[str] = []  # by request, and not taken yet
         self._begun = self._failed = False
         self._away: float | None = clock()  # since when the broker is not reached; None: it is
         self._told_away = True  # whether that is to be stored
         try:
             self._store = BoardStore(home, writes=True)
             before = self._store.boards()
-            self._boards = {each.device: replace(each, doing=None) for each in before}
-            self._changed = {each.device for each in before if each.doing is not None}
+            self._boards = {each.device: replace(each, doing=None, silent=False, quiet=False) for each in before}
+            self._changed = {each.device for each in before if each != self._boards[each.device]}
         except StoreError as error:
             log.warning("%s; nothing is noted of boards meanwhile", error)
         self._doubted = {each.device for each in self._boards.values() if each.online}
@@ -74,6 +77,10 @@ class Boards:
         if isinstance(heard, Flooded):
             refusal = Refusal(at, "flooding", FLOODED)
             return self._put(replace(self._of(heard.device), refusal=refusal), SOON_S)
+        if isinstance(heard, Silent):
+            return self._put(boards.lost(self._of(heard.device), at), SOON_S)
+        if isinstance(heard, Returned):
+            return self._put(boards.returned(self._of(heard.device), at), SOON_S)
         if type(heard) is not tuple:
             return None
         device, message = heard
@@ -84,16 +91,32 @@ class Boards:
             self._read(device, message, int(at))
         return None
 
+    def seen(self, device: str) -> None:
+        """Note that a message of a board has just come."""
+        if device in self._boards or len(self._seen) < MOST:
+            self._seen[device] = self._clock()
+        if device in self._boards and self._boards[device].quiet:
+            self._put(replace(self._of(device), quiet=False), SOON_S)
+
+    def quiet(self, device: str) -> None:
+        """Note that a board was asked for its presence, as it has not sent anything for long."""
+        if device in self._boards:
+            self._put(replace(self._of(device), quiet=True), SOON_S)
+
     def contact(self, connected: bool) -> None:
         """Note whether the broker is connected now. While it is not, nothing new is heard of any board."""
         if connected != (self._away is None):
             self._away, self._told_away = None if connected else self._clock(), True
             self._wake(0.0)
 
+    def board(self, device: str) -> Board | None:
+        """Return a board as of now, or None if nothing is noted of it."""
+        return self._of(device) if device in self._boards else None
+
     def known(self) -> list[tuple[Board, Reading | None]]:
         """Every board with its latest reading, as of now; another thread may ask."""
         sums = self._sums
-        return [(each, sums[each.device][1] if each.device in sums else None) for each in self._boards.copy().values()]
+        return [(self._of(device), sums[device][1] if device in sums else None) for device in self._boards.copy()]
 
     def asked(self, device: str, task: Task) -> None:
         """Note that a board was sent a task."""
@@ -109,7 +132,8 @@ class Boards:
 
     def idle(self, device: str) -> None:
         """Note that a board has no task any more."""
-        self._put(replace(self._of(device), doing=None), SOON_S)
+        if device in self._boards:
+            self._put(replace(self._of(device), doing=None), SOON_S)
 
     def step(self, now_s: float) -> float:
         """Store what is due; returns when something will be."""
@@ -117,6 +141,7 @@ class Boards:
             return math.inf
         if not self._begun:
             self._begun, self._doubt_s, self._tidy_s = True, now_s + DOUBT_S, now_s
+            self._remove_s = now_s
         self._now_s = now_s
         if now_s >= self._doubt_s:
             self._doubt_s = math.inf
@@ -125,6 +150,10 @@ class Boards:
         try:
             if now_s >= self._due_s:
                 self._write(self._store)
+            if now_s >= self._remove_s:
+                self._remove_s = now_s + REMOVED_S
+                self._removed += (removed := self._store.take_removals())
+                self._forget(self._store, removed)
             if now_s >= self._tidy_s:
                 self._tidy_s = now_s + TIDY_S
                 self._tidy(self._store, self._clock())
@@ -134,7 +163,12 @@ class Boards:
             if not self._failed:
                 log.warning("%s; `fedquilt devices` shows what was known before", error)
             self._failed = True
-        return min(self._due_s, self._tidy_s, self._doubt_s)
+        return min(self._due_s, self._tidy_s, self._doubt_s, self._remove_s)
+
+    def take_removed(self) -> list[str]:
+        """Return the boards that were removed by request since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
 
     def close(self) -> None:
         """Store what is not stored yet."""
@@ -147,7 +181,9 @@ class Boards:
     # -- within --
 
     def _of(self, device: str) -> Board:
-        return self._boards.get(device) or Board(device)
+        board = self._boards.get(device) or Board(device)
+        seen = self._seen.get(device)
+        return board if seen is None else replace(board, seen=seen)
 
     def _put(self, board: Board, within_s: float) -> None:
         before = self._boards.get(board.device)
@@ -176,18 +212,24 @@ class Boards:
         if self._told_away:
             store.note_away(self._away)
             self._told_away = False
-        store.write([self._boards[device] for device in self._changed], readings)
+        store.write([self._of(device) for device in self._changed], readings)
         self._changed.clear()
         self._readings.clear()
         self._due_s, self._failed = math.inf, False
 
     def _tidy(self, store: BoardStore, now: float) -> None:
         store.tidy(now)
-        gone = {each.device for each in self._boards.values() if _forgotten(each, now)}
-        store.forget(gone)
-        for device in gone:
-            del self._boards[device]
-            self._sums.pop(device, None)
+        gone = {device for device in self._boards if _forgotten(self._of(device), now)}
+        self._forget(store, gone)
+
+    def _forget(self, store: BoardStore, devices: Collection[str]) -> None:
+        store.forget(devices)
+        for device in devices:
+            for place in (self._boards, self._sums, self._seen):
+                place.pop(device, None)
+            self._changed.discard(device)
+            self._doubted.discard(device)
+        self._readings = {key: each for key, each in self._readings.items() if key[0] not in devices}
 
 
 def _forgotten(board: Board, now: float) -> bool:
@@ -215,6 +257,17 @@ class NotedLink(OverLink):
         for heard in super().hear(now_s):
             self._noted.heard(heard, now_s)
             yield heard
+        for device in self._noted.take_removed():
+            self._remove(device)
+            yield Removed(device)
+
+    def _heard(self, device: str) -> None:
+        super()._heard(device)
+        self._noted.seen(device)
+
+    def _ask(self, device: str) -> None:
+        super()._ask(device)
+        self._noted.quiet(device)
 
     def due_s(self, now_s: float) -> float:
         """See `OverLink`; what is known of boards is stored when it is due."""

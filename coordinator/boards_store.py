@@ -36,6 +36,8 @@ create table if not exists readings (
     primary key (step, at, board)) without rowid;
 -- since when the coordinator has not reached its broker, in wall-clock seconds; null: it does
 create table if not exists contact (id integer primary key check (id = 1), away real);
+-- devices that the coordinator is to remove
+create table if not exists removals (device text primary key);
 """
 _decoded: Final = msgspec.json.Decoder(Board).decode
 _ADDED: Final = {"served": "integer", "drift": "real", "accuracy": "real"}  # columns that version 1 had not
@@ -162,6 +164,18 @@ class BoardStore:
                     "delete from readings where board = (select id from boards where device = ?)", (device,)
                 )
                 self._db.execute("delete from boards where device = ?", (device,))
+
+    def remove(self, devices: Iterable[str]) -> None:
+        """Ask the coordinator to remove boards."""
+        with _doing(self._home), transaction(self._db):
+            self._db.executemany("insert or ignore into removals values (?)", [(device,) for device in devices])
+
+    def take_removals(self) -> list[str]:
+        """Return the boards that are to be removed, and forget that."""
+        with _doing(self._home):
+            found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
+            self._db.executemany("delete from removals where device = ?", [(device,) for device in found])
+        return found
 
     # -- reading --
 

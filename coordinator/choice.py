@@ -26,6 +26,7 @@ def decide(
     most: float = math.inf,
     late: bool = False,
     lost_s: float = 0.0,
+    gone: AbstractSet[str] = frozenset(),
 ) -> AnyFact | None:
     """Decide the next fact of a job; None: nothing to do now.
 
@@ -38,6 +39,7 @@ def decide(
         most: number of devices that may be asked now.
         late: whether the job has waited for so long as it may until its first round.
         lost_s: seconds of the running attempt in which no device could be reached: it ends so much later.
+        gone: as of `rounds.decide`.
     """
     fleet = registry.seen(now_s)
 
@@ -49,7 +51,8 @@ def decide(
     if short := rounds.left_alone(job.rounds, free, ask, registry.start):
         passed, free = {**passed, **short}, free - short.keys()
     taken = (busy & free) - set(at_work)
-    following = partial(rounds.decide, rounds.later(job.rounds, lost_s), now_s, free | set(at_work), ask, taken)
+    state = rounds.later(job.rounds, lost_s)
+    following = partial(rounds.decide, state, now_s, free | set(at_work), ask, taken, gone=gone)
     fact = following(most)
     if fact is None and late and (ended := rounds.too_late(job.rounds, len(free))) is not None:
         return ended

@@ -21,6 +21,7 @@ SHARE: Final = "share"
 
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
+    "silent": "silent: its broker reports it online, and it does not answer",
     "flooding": "sent more than can be answered, and is set aside for a while",
     "profile": "has not said what it is",
     "labels": "has not the labels that [cohort] select asks for",
@@ -53,6 +54,7 @@ class Seen(NamedTuple):
     profile: Profile | None = None
     telemetry: Telemetry | None = None  # None: no recent report
     flooding: bool = False  # it sent more than can be answered; nothing from it is read now
+    silent: bool = False  # its broker reports it online, and it does not answer
 
 
 class Wants(NamedTuple):
@@ -109,7 +111,7 @@ def _plugin(seen: Seen, wants: Wants) -> str | None:
 
 
 def _offline(seen: Seen, wants: Wants) -> str | None:
-    return None if seen.online else "offline"
+    return None if seen.online else "silent" if seen.silent else "offline"
 
 
 def _flooding(seen: Seen, wants: Wants) -> str | None:

@@ -17,12 +17,13 @@ from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.absence import Absence
-from fedquilt.coordinator.admission import Appeared, Arrived, Flooded
+from fedquilt.coordinator.admission import Appeared, Arrived, Flooded, Removed, Returned, Silent
 from fedquilt.coordinator.conduct import ROUND_S
 from fedquilt.coordinator.gate import Gate
-from fedquilt.coordinator.outgoing import Issues
+from fedquilt.coordinator.outgoing import KINDS, Issues
 from fedquilt.coordinator.places import Places, Where
 from fedquilt.coordinator.shown import Shown
+from fedquilt.coordinator.silence import Silence
 from fedquilt.coordinator.worker import LARGE_BYTES
 from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, Wired, WireError, shorten_error
 from fedquilt.logs import about
@@ -35,7 +36,7 @@ log = logging.getLogger("fedquilt.coordinator")
 
 Said: TypeAlias = tuple[str, Wired]  # a device, and its presence, profile, telemetry, claim or update
 Heard: TypeAlias = (
-    Said | Appeared | Arrived | Flooded | None
+    Said | Appeared | Arrived | Flooded | Silent | Returned | Removed | None
 )  # None: earlier messages may be lost, send everything again
 
 
@@ -196,7 +197,8 @@ class OverLink:
         identity: Identity | None = None,
         where: Where = Where(),
     ) -> None:
-        self.garbage, self.absence = Garbage(), Absence()
+        self.garbage, self.absence, self._silence = Garbage(), Absence(), Silence()
+        self._returned: list[str] = []  # silent devices heard by the latest message
         self._topics = wire.Topics(fleet)
         self._gate = Gate(link, self._topics)
         self._signed = None if identity is None else FleetLink(self._gate, identity, fleet)
@@ -226,9 +228,14 @@ class OverLink:
             yield None
         for message in self._link.receive():
             said = self._read(message, now_s)
+            while self._returned:
+                yield Returned(self._returned.pop())
             if said is not None:
                 yield said
+        for device in self._watch(now_s):
+            yield Silent(device)
         for device in self._gate.take_flooded():
+            self._silence.gone(device)  # it may send, and is not read
             yield Flooded(device)
         for sentence in self.garbage.due(now_s):
             log.warning("%s", sentence)
@@ -243,7 +250,7 @@ class OverLink:
 
     def due_s(self, now_s: float) -> float:
         """Send due chunks; the earlier of the next chunk and the next repeated task."""
-        return min(self._transfers.step(now_s), self._issues.next_s(), self._gate.next_s())
+        return min(self._transfers.step(now_s), self._issues.next_s(), self._gate.next_s(), self._silence.next_s())
 
     def send(self, device: str, task: Task, now_s: float) -> None:
         """Publish the task as a retained message.
@@ -316,7 +323,7 @@ class OverLink:
     def renew(self, epoch: int) -> None:
         """Publish that the coordinator is online, with this epoch, which its tasks have from now on."""
         self._epoch = epoch
-        self._publish(self._topics.coord, wire.CoordState(online=True, epoch=epoch), retain=True)
+        self._publish(self._topics.coord, self._state, retain=True)
 
     def tell(self, job: Shown) -> None:
         """Publish the round as a retained message on the job's topic; at the job's end the broker keeps none."""
@@ -357,19 +364,53 @@ class OverLink:
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle(route, message.payload, now_s) or route.kind is None:
-                for device in self._transfers.take_unasked():
+                unasked = self._transfers.take_unasked()
+                for device in unasked:
                     self._gate.weigh(device, 0)
+                if not unasked:  # else anybody may have sent it: a chunk is not signed
+                    self._heard(route.device)
                 return None
             told = wire.decode(message.payload, route.kind)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             if isinstance(told, Profile):
                 self.places.said(told)
+            if isinstance(told, wire.Presence) and not told.online:
+                self._silence.gone(route.device)
+            elif not message.retained:
+                self._heard(route.device)
+            elif isinstance(told, wire.Presence):
+                self._silence.announced(route.device)
             return route.device, told
         except WireError as error:
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
             return None
+
+    def _remove(self, device: str) -> None:
+        """Clear what the broker keeps of a device."""
+        self.withdraw(device)
+        self._silence.gone(device)
+        for kind in KINDS:
+            self.release(device, kind, None)
+        for leaf in ("presence", "profile"):
+            self._link.publish(self._topics.device(device, "up", leaf), b"", retain=True)
+
+    def _heard(self, device: str) -> None:
+        """Note that a message of a device has just come."""
+        if self._silence.heard(device):
+            self._returned.append(device)
+
+    def _watch(self, now_s: float) -> list[str]:
+        """Ask devices that have been quiet for their presence. Return those that have become silent."""
+        quiet = self._silence.step(now_s, self.absence.hears(now_s))
+        for device in quiet.ask:
+            self._ask(device)
+        return quiet.silent
+
+    def _ask(self, device: str) -> None:
+        """Ask a device for its presence; a broker does not keep the request for one that is away."""
+        self._publish(self._topics.device(device, "dn", "presence"), self._state, reliable=False)
 
     def _brought(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
         missing = self._fetching.get(device)
@@ -386,5 +427,9 @@ class OverLink:
             del self._fetching[device]
             yield Arrived(device)
 
-    def _publish(self, topic: str, message: Wired, retain: bool = False) -> None:
-        self._link.publish(topic, wire.encode(message), retain=retain)
+    @property
+    def _state(self) -> wire.CoordState:
+        return wire.CoordState(online=True, epoch=self._epoch)
+
+    def _publish(self, topic: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
+        self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)

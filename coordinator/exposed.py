@@ -35,6 +35,8 @@ _COUNTED: Final = {
 }
 _GAUGES: Final[dict[str, tuple[str, Callable[[Board, Reading], float | None]]]] = {
     "online": ("Whether the board is online.", lambda b, r: float(b.online)),
+    "silent": ("Whether its broker reports the board online, and it does not answer.", lambda b, r: float(b.silent)),
+    "heard_timestamp_seconds": ("When its last message came.", lambda b, r: b.seen),
     "working": ("Whether the board has a task.", lambda b, r: float(b.online and b.doing is not None)),
     "progress_ratio": ("Share of its task that is done.", lambda b, r: b.doing.fraction if b.doing else None),
     "power_watts": ("Power of the widest meter, mean of half a minute.", lambda b, r: r.power_w),
@@ -126,7 +128,9 @@ def _of_boards(known: Sequence[Known], now: float) -> Iterator[Family]:
     online = sum(board.online for board, _ in known)
     working = sum(board.online and board.doing is not None for board, _ in known)
     waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in known)
-    counts = {"online": online, "working": working, "waiting": waiting, "offline": len(known) - online}
+    silent = sum(board.silent for board, _ in known)
+    offline = len(known) - online - silent
+    counts = {"online": online, "working": working, "waiting": waiting, "offline": offline, "silent": silent}
     about = "Boards by state; those that have a task are online too, and those that wait to send its update have one."
     yield Family("fedquilt_boards", "gauge", about, ("state",), [((key,), float(n)) for key, n in counts.items()])
     shown = sorted(known, key=lambda each: each[0].device)[:MOST_BOARDS]

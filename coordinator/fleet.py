@@ -16,7 +16,7 @@ from fedquilt.coordinator.eligibility import Seen, Wants, reasons
 from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.wire import Presence, Telemetry
 
-GRACE_S = 20.0  # a device that returns within this time counts as never gone
+GRACE_S = 5.0  # a device that returns within this time counts as never gone: no round closes without it
 FRESH_S = 600.0  # older sensor readings are ignored
 KINDS_MOST = 256  # kinds of boards whose operating points are shared
 
@@ -27,7 +27,8 @@ class Known:
 
     profile: Profile | None = None
     right: SiteRight | None = None  # None: it is no site
-    online: bool = False
+    announced: bool = False  # online, by the latest presence
+    silent: bool = False  # and yet it does not answer
     boot: str = ""
     about: str = ""  # digest of its profile
     freed: int = 0  # times that disk space was freed
@@ -35,6 +36,11 @@ class Known:
     telemetry: Telemetry | None = None  # the last one received
     told_s: float = 0.0  # when it was received
     aside_s: float = -math.inf  # nothing from it is read until then
+
+    @property
+    def online(self) -> bool:
+        """Whether it can be reached now."""
+        return self.announced and not self.silent
 
 
 class Registry:
@@ -61,8 +67,29 @@ class Registry:
         appeared = message.online and (not known.online or known.boot != message.boot)
         if known.online and not message.online:
             known.gone_s = now_s
-        known.online, known.boot = message.online, message.boot
+        known.announced, known.boot = message.online, message.boot
+        known.silent = known.silent and message.online
         return appeared
+
+    def silent(self, device: str, now_s: float) -> None:
+        """Note that a device does not answer any more."""
+        known = self._heard(device)
+        known.silent, known.gone_s = True, now_s
+
+    def returned(self, device: str) -> None:
+        """Note that a silent device has sent a message."""
+        self._heard(device).silent = False
+
+    def remove(self, device: str, now_s: float) -> None:
+        """Forget all that a device has sent, until its next message."""
+        self.devices[device] = Known(boot=self._heard(device).boot, gone_s=now_s - GRACE_S)
+
+    def gone(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
+        """Return those that are known to have been offline for GRACE_S, or to be silent."""
+        seen = self.seen(now_s)
+        return frozenset(
+            device for device in devices if device in seen and not seen[device].online and self.devices[device].boot
+        )
 
     def profile(self, device: str, profile: Profile) -> None:
         """Note a device's profile. Boards of a kind have the same operating points, 80 kB in memory, kept once."""
@@ -162,7 +189,8 @@ class Registry:
             known = self.devices[device]
             back_s, fresh_s = known.gone_s + GRACE_S, known.told_s + FRESH_S
             told = known.telemetry if now_s < fresh_s else None
-            view = Seen(known.online or now_s < back_s, known.profile, told, now_s < known.aside_s)
+            online = known.online or (now_s < back_s and not known.silent)
+            view = Seen(online, known.profile, told, now_s < known.aside_s, known.silent)
             if now_s < known.aside_s:
                 heapq.heappush(self._expiring, (known.aside_s, device))
             if not known.online and now_s < back_s:

@@ -74,6 +74,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "disk": Refusal("attempt", False, "the disk failed", f"check the disks, {_RESUME}"),
     "failed": Refusal("attempt", False, "the work failed", f"see to these devices, {_RESUME}"),
     "flooding": Refusal("attempt", False, "the device sent too much", f"remove it, {_RESUME}"),
+    "removed": Refusal("attempt", False, "the device was removed from the fleet", "none is needed"),
     NOTHING: Refusal("attempt", False, "the method has no task", "none is needed"),
 }
 """Code -> what is known of refusals with it."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
+from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Ended, Noted
 from fedquilt.coordinator.rollouts import Plan
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, UNENDED, Row, Store
@@ -59,6 +62,30 @@ def approve(store: Store, run: str) -> str:
     store.append(row.id, Noted(f"approved by {user()}"))
     store.set_status(row.id, "queued")
     return f"{row.id} begins at the coordinator's next look at its store"
+
+
+def remove(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
+    """Ask the coordinator to remove devices; returns what comes of it.
+
+    Raises:
+        JobError: a device is not known, or has a task and `force` is not given.
+        StoreError: what is kept of devices cannot be read or written.
+    """
+    with BoardStore(store.home, writes=True) as boards:
+        known = {each.device: each for each in boards.boards()}
+        for device in devices:
+            if device not in known:
+                raise JobError(f"no coordinator of {store.home} has heard of a board {device!r}")
+            if (doing := known[device].doing) is not None and not force and store.served():
+                raise JobError(
+                    f"{device} has a task of {doing.job}, round {doing.round}: wait until it has answered, or take the "
+                    "task back with --force"
+                )
+        boards.remove(devices)
+    return (
+        f"{', '.join(devices)}: removed {_when(store)}. An agent that still runs brings its device back with its next "
+        "message. A certificate is not revoked by this: `fedquilt ca revoke NAME`"
+    )
 
 
 def deploy(store: Store, plan: Plan, payload: bytes | None) -> str:

@@ -36,6 +36,7 @@ def decide(
     ask: Callable[[str], Ask] = lambda device: Ask(),
     busy: AbstractSet[str] = frozenset(),
     most: float = math.inf,
+    gone: AbstractSet[str] = frozenset(),
 ) -> AnyFact | None:
     """The fact that should come next; None: nothing until an event or `next_s`.
 
@@ -46,11 +47,12 @@ def decide(
         ask: gives the work of a device's task.
         busy: of them, those that have to be left to other jobs now: they take part, and are asked later.
         most: number of devices that may be asked now.
+        gone: devices of the round that are known to be offline or silent: nobody waits for them.
     """
     if state.phase == "selecting":
         return _select(state, online, ask, busy, most)
     if state.phase == "open":
-        return _attend(state, now_s, online, ask, busy, most)
+        return _attend(state, now_s, online, ask, busy, most, gone)
     return None
 
 
@@ -149,7 +151,7 @@ def latest_s(state: Rounds) -> float:
     return state.opened_s + LATE * state.deadline_s if state.ordered else math.inf
 
 
-def waits_for_answers(state: Rounds, now_s: float) -> bool:
+def waits_for_answers(state: Rounds, now_s: float, gone: AbstractSet[str] = frozenset()) -> bool:
     """Whether `decide`, if it had nothing to do before the latest answers, has nothing to do after them either.
 
     A device that answers was asked and wanted: whom to ask besides stays the same, until all have answered or as many
@@ -157,7 +159,7 @@ def waits_for_answers(state: Rounds, now_s: float) -> bool:
     """
     return (
         state.phase == "open"
-        and bool(state.asked)
+        and not state.asked <= gone
         and not (state.extended or full(state))
         and not any(device in state.asked for device in state.refused)  # an answer takes a refusal back
         and now_s < next_s(state)
@@ -183,16 +185,16 @@ def idle(state: Rounds, able: Collection[str], busy: AbstractSet[str] = frozense
     )
 
 
-def wanted(state: Rounds, online: Collection[str]) -> int:
-    """Number of contributions that close the round at once.
+def wanted(state: Rounds, online: Collection[str], gone: AbstractSet[str] = frozenset()) -> int:
+    """Return the number of contributions that close the round at once.
 
-    Without a size: of all devices that are present, asked in this attempt or due to be, and have not declined. A board
-    that is working on its task, or was left to another job, is waited for until the deadline, whether it looks online
-    or not.
+    Without a size: of all devices that are present, asked in this attempt or due to be, except those that have declined
+    or are gone. A device at work, or left to another job, is waited for until the deadline while it can be reached.
     """
     if size := _size(state):
         return size
-    return max(len({*online, *state.answered, *state.asked, *state.due} - set(state.declined)), least(state))
+    present = {*online, *state.answered, *state.asked, *state.due} - set(state.declined)
+    return max(len(present - (gone - state.answered.keys())), least(state))
 
 
 def _size(state: Rounds) -> int:
@@ -296,9 +298,10 @@ def _attend(
     ask: Callable[[str], Ask],
     busy: AbstractSet[str],
     most: float,
+    gone: AbstractSet[str],
 ) -> AnyFact | None:
     cohort = state.plan.cohort
-    have, want = len(state.answered), wanted(state, online)
+    have, want = len(state.answered), wanted(state, online, gone)
     if have >= want:
         return Closed(state.round)
     enough = have >= quorum(state, want)
@@ -327,7 +330,7 @@ def _attend(
     if chosen:
         return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
     # a device that the method has no task for counts as answered once no other can be asked instead
-    if not state.asked and not waits and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
+    if state.asked <= gone and not waits and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
         return Closed(state.round)
     return None
 

@@ -12,13 +12,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from fedquilt import methods, wire
 from fedquilt.coordinator import admission, claims, facts, housekeeping, rounds, sites, triggers, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.executors import Executor
+from fedquilt.coordinator.facts import Rounds
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.opening import Opening
@@ -30,6 +33,15 @@ from fedquilt.core import Method, Profile, Update, Wired
 from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
+
+Happening: TypeAlias = (
+    admission.Appeared
+    | admission.Arrived
+    | admission.Flooded
+    | admission.Silent
+    | admission.Returned
+    | admission.Removed
+)
 
 POLL_S = 0.5
 TELL_S = 0.5  # between two messages on a round that goes on as before
@@ -101,6 +113,15 @@ class Server:
     def elsewhere(self, id: str) -> AbstractSet[str]:
         """Devices that other jobs have at this moment."""
         return self._desk.loans.elsewhere(id)
+
+    def timed(self, id: str, now_s: float, now: float) -> tuple[Rounds, float]:
+        """Return the state of a job at work and its round's deadline, with times in wall-clock seconds."""
+        serving = self._jobs[id]
+        to_wall = now - now_s
+        state = serving.job.rounds
+        asked_s = {device: at_s + to_wall for device, at_s in state.asked_s.items() if device in state.asked}
+        state = replace(state, opened_s=state.opened_s + to_wall, asked_s=asked_s)
+        return state, serving.summed.deadline_s(now_s) + to_wall
 
     def holders(self, id: str) -> dict[str, str]:
         """The same devices, with the job of each."""
@@ -194,9 +215,7 @@ class Server:
                 self.registry.telemetry(device, message, now_s)
             case wire.Presence():
                 if self.registry.presence(device, message, now_s):
-                    self._happened(admission.Appeared(device), now_s)
-                    if self._rollouts is not None:
-                        self._rollouts.appeared(device, now_s)
+                    self._appeared(device, now_s)
             case Profile():
                 right = self.registry.right_of(device)
                 if message.boards and right is None and device not in self._unentitled:
@@ -207,18 +226,33 @@ class Server:
             case wire.Installed() if self._rollouts is not None:
                 self._rollouts.heard(device, message)
 
-    def _happened(self, event: admission.Appeared | admission.Arrived | admission.Flooded, now_s: float) -> None:
+    def _appeared(self, device: str, now_s: float) -> None:
+        """Send a device that has come, or come again, what it may lack."""
+        self._happened(admission.Appeared(device), now_s)
+        if self._rollouts is not None:
+            self._rollouts.appeared(device, now_s)
+
+    def _happened(self, event: Happening, now_s: float) -> None:
         """Pass on what happens to a device, to the jobs that it concerns."""
+        if isinstance(event, admission.Silent):
+            return self.registry.silent(event.device, now_s)
+        if isinstance(event, admission.Returned):
+            self.registry.returned(event.device)
+            return self._appeared(event.device, now_s)
         if isinstance(event, admission.Arrived):
             if (fetched := self._desk.fetching.pop(event.device, None)) is not None:
                 fetched.happened(event, now_s)
-            return
+            return None
         if isinstance(event, admission.Flooded):
             log.warning("%s %s", event.device, admission.FLOODED, extra=about(device=event.device))
             self.registry.set_aside(event.device, now_s + ASIDE_S)
+        if isinstance(event, admission.Removed):
+            log.info("%s is removed by request", event.device, extra=about(device=event.device))
+            self.registry.remove(event.device, now_s)
         for serving in self._jobs.values():
             if event.device in serving.asked:
                 serving.happened(event, now_s)
+        return None
 
     def _stray(self, event: admission.Claimed | admission.Offered, now_s: float) -> None:
         """Answer a device that speaks of a job which is not served now."""

@@ -17,7 +17,7 @@ from fedquilt.coordinator import admission, choice, claims, facts, mending, roun
 from fedquilt.coordinator.beside import Beside
 from fedquilt.coordinator.encoding import Done
 from fedquilt.coordinator.executors import Executor
-from fedquilt.coordinator.fleet import GRACE_S, Registry
+from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.garbage import GarbageCollector
 from fedquilt.coordinator.job import Running
@@ -32,6 +32,7 @@ from fedquilt.logs import about
 log = logging.getLogger("fedquilt.coordinator")
 
 T = TypeVar("T")
+START_S = 20.0  # after a job is taken up, until a device of its round that has not been heard of is not at work
 AT_ONCE = frozenset((admission.Fetch, admission.Examine))  # actions that nobody sees outside
 Observe = Callable[[Shown, facts.AnyFact], None]
 
@@ -136,7 +137,8 @@ class Serving:
         self.garbage = desk.garbage
         self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
-        self._undecided: tuple[object, float] | None = None  # fleet and `most` when there was nothing to decide
+        # fleet, `most` and devices that were gone when there was nothing to decide
+        self._undecided: tuple[object, float, AbstractSet[str]] | None = None
         self.summed = Beside(self, desk.worker, desk.start, desk.executor, lambda: desk.jobs.get(job.id) is not self)
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
         self.unreadable: mending.UnreadableError | None = None  # what the disk has not given back: it goes on later
@@ -336,9 +338,11 @@ class Serving:
             if self._waits(busy, most, now_s):
                 return False
             late, lost_s = now_s >= self._late_s, self.summed.lost_s
-            fact = choice.decide(job, self._desk.registry, self._at_work(now_s), now_s, busy, most, late, lost_s)
-            if fact is None and now_s >= self._opened_s + GRACE_S:
-                self._undecided = self._desk.registry.seen(now_s), most
+            registry, gone = self._desk.registry, self._gone(now_s)
+            at_work = self._at_work(now_s) - gone
+            fact = choice.decide(job, registry, at_work, now_s, busy, most, late, lost_s, gone)
+            if fact is None and now_s >= self._opened_s + START_S and self._desk.executor.absence.hears(now_s):
+                self._undecided = registry.seen(now_s), most, gone
         except Exception as error:
             self.fail(error, now_s)
             return True
@@ -354,8 +358,9 @@ class Serving:
         """
         if self._undecided is None or busy:
             return False
-        same = self._undecided[0] is self._desk.registry.seen(now_s) and self._undecided[1] == most
-        return same and rounds.waits_for_answers(self.job.rounds, now_s)
+        fleet, before, gone = self._undecided
+        same = fleet is self._desk.registry.seen(now_s) and before == most
+        return same and rounds.waits_for_answers(self.job.rounds, now_s, gone)
 
     def _able(self, now_s: float) -> Collection[str]:
         return self._desk.registry.able(self.job.engines, now_s).keys()
@@ -367,11 +372,17 @@ class Serving:
     def _at_work(self, now_s: float) -> set[str]:
         """Devices with a task of this job, whatever else is known of them.
 
-        Just after a start these are all devices asked: boards that are away for a moment, as they may have been
-        when their wills were published, get the same grace as with a coordinator that has been running all along.
+        Just after a start these are all devices asked: in a signed fleet they have to prove who they are first.
         """
         asked = set(self.asked - self._desk.loans.elsewhere(self.id))
-        return asked if now_s < self._opened_s + GRACE_S else asked.intersection(self._able(now_s))
+        return asked if now_s < self._opened_s + START_S else asked.intersection(self._able(now_s))
+
+    def _gone(self, now_s: float) -> frozenset[str]:
+        """Devices of the running round that are not waited for; none while devices may still be reconnecting."""
+        state = self.job.rounds
+        if state.phase != "open" or not self._desk.executor.absence.hears(now_s):
+            return frozenset()
+        return self._desk.registry.gone(state.asked | state.due, now_s)
 
     def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""

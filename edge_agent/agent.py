@@ -189,6 +189,9 @@ class Agent:
                     self._begin_anew(now_s)
             elif route.direction != "dn" or route.device != self.device:
                 return
+            elif route.leaf == "presence":
+                wire.decode(message.payload, wire.CoordState)
+                self._tell_presence(online=True)
             elif route.leaf == "task":
                 self._task(message.payload, now_s)
             elif route.leaf == "ack":

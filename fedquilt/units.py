@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -29,6 +30,12 @@ def duration(seconds: float) -> str:
         if seconds >= least:
             return f"{seconds / scale:.0f} {name}"
     return f"{max(seconds, 0.0):.0f} s"
+
+
+def time_of_day(at: float, now: float) -> str:
+    """A wall-clock time in local time: "14:02", and with its date if that is not the date of `now`."""
+    moment = time.localtime(at)
+    return time.strftime("%H:%M" if moment[:3] == time.localtime(now)[:3] else "%Y-%m-%d %H:%M", moment)
 
 
 def amount(text: str, scales: Mapping[str, float], what: str) -> float:

@@ -54,7 +54,7 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class CoordState(Wired, frozen=True):
-    """State of the coordinator on coord/state, retained and as its last will."""
+    """State of the coordinator on coord/state, retained and as its last will; on dn/presence it asks for presence."""
 
     online: bool
     epoch: Count = 0  # grows with every start of the coordinator
@@ -321,7 +321,13 @@ UP: dict[str, type[Wired]] = {
     "installed": Installed,
     "hello": Hello,
 }
-DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack, "hello": Hello, **dict.fromkeys(get_args(Kind), Release)}
+DOWN: dict[str, type[Wired]] = {
+    "task": Task,
+    "ack": Ack,
+    "hello": Hello,
+    "presence": CoordState,
+    **dict.fromkeys(get_args(Kind), Release),
+}
 BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing, "place": Place, "placed": Placed}
 
 Direction = Literal["up", "dn"]

@@ -12,6 +12,7 @@ from fedquilt import bundle, tensors, wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import (
     AnyFact,
@@ -41,7 +42,8 @@ class Hand:
         self.link.subscribe(self.topics.for_device(name))
         self.tasks: list[Task | None] = []
         self.acks: list[wire.Ack] = []
-        self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
+        self.presence, self.answers = wire.Presence(online=True, boot="1"), True  # the coordinator's requests for it
+        self.say("presence", self.presence, retain=True)
         self.profile = Profile(
             device=name,
             board="hand",
@@ -77,6 +79,8 @@ class Hand:
                 continue
             if route.leaf == "task":
                 self.tasks.append(wire.decode(message.payload, Task) if message.payload else None)
+            elif route.leaf == "presence" and self.answers:
+                self.say("presence", self.presence, retain=True)
             elif route.leaf == "ack":
                 self.acks.append(wire.decode(message.payload, wire.Ack))
         self.transfers.step(now_s)
@@ -151,6 +155,16 @@ class Stage:
 
     def told(self, kind: type) -> list[Any]:
         return [fact for fact in self.facts if isinstance(fact, kind)]
+
+
+class Noted(Stage):
+    """A coordinator that notes what devices do, as `fedquilt serve` does."""
+
+    def start(self) -> None:
+        self.link = self.broker.connect()
+        self.noted = Boards(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
+        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.next_epoch(), self.noted)
+        self.server = Server(self.executor, self.store, self.observe)
 
 
 def ones(factor: float = 1.0) -> dict[str, np.ndarray]:

@@ -5,9 +5,9 @@
 
 A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, beside two that
 list, explain, check and save the coordinator's home (`onlookers.py`). One after the other dies by SIGKILL: which one,
-and after how many more facts of its job, is drawn from the seed. None may end otherwise. A job has the default cohort
-settings, but that it waits for all three boards before its first round. Jobs follow each other until there were enough
-kills. Afterwards, for each:
+and after how many more facts of its job, is drawn from the seed. None may end otherwise. A job needs all three
+boards in each round: a round does without a board whose agent is not back within 5 s otherwise. Jobs follow each other
+until there were enough kills. Afterwards, for each:
 
 - the job is done, and no board that was asked in a round is without an update that was counted there, once;
 - each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
@@ -134,7 +134,7 @@ class Campaign:
             "rounds": rounds,
             "seed": 3,
             **table,
-            "cohort": {"start_devices": DEVICES},
+            "cohort": {"start_devices": DEVICES, "min_devices": DEVICES},
             "check": {"every": 2},
             "fleet": {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]},
             "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
@@ -282,9 +282,9 @@ def calm(plan: fleet.Plan, cohorts: Sequence[Collection[str]]) -> tuple[str, lis
     """(run, facts) of a job in this process, where nothing happens; these boards take part in each round."""
     decide = rounds.decide
 
-    def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any) -> AnyFact | None:
+    def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any, **more: Any) -> AnyFact | None:
         allowed = cohorts[state.round] if state.round < len(cohorts) else online
-        return decide(state, now_s, {name for name in online if name in allowed}, *rest)
+        return decide(state, now_s, {name for name in online if name in allowed}, *rest, **more)
 
     with mock.patch.object(rounds, "decide", among), contextlib.redirect_stdout(io.StringIO()):
         run, _ = fleet.virtually(plan)

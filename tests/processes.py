@@ -70,12 +70,12 @@ def answers(home: Path, round: int) -> int:
     return sum(isinstance(fact, Answered) and fact.round == round for fact in facts(home))
 
 
-def make_job(folder: Path, hidden: int = 64) -> fleet.Plan:
-    """A job and its bundle; more than 900 `hidden` neurons make a model of several chunks."""
+def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.Plan:
+    """A job and its bundle; more than 900 `hidden` neurons make a model of several chunks. `cohort`: of the job."""
     network = {**NETWORK, "hidden": [hidden]}
     first = tensors.encode(numpy_engine.init(network, seed=0))
     bundle.write(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
-    cohort = {**TABLE["cohort"], "start_devices": 3}
+    cohort = {**TABLE["cohort"], "start_devices": 3, **cohort}
     rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
     nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
     (folder / "job.toml").write_text(config.text({**rest, **nested, "cohort": cohort}))

@@ -99,6 +99,8 @@ class Board:
             route = wire.route(message.topic)
             if self.transfers.handle(route, message.payload, now_s):
                 continue
+            if route.leaf == "presence":
+                self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
             if route.leaf in ("model", "agent"):
                 self.take(wire.decode(message.payload, wire.Release) if message.payload else None)
         self.transfers.step(now_s)

@@ -14,7 +14,7 @@ from fedquilt.coordinator.boards import Board, Doing, Reading, Runs
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.core import shorten_error
 
-STATES: Final = ("online", "offline", "working", "idle", "refused")  # what --state takes
+STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # what --state takes
 SKEW_SAID_S: Final = 1.0  # smaller differences between clocks may be the network's
 REASON_LEAST: Final = 20  # columns for the reason of a refusal, however narrow the terminal
 HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
@@ -29,9 +29,9 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """In a word: offline, idle, or what it does."""
+        """In a word: offline, silent, idle, or what it does."""
         if not self.board.online:
-            return "offline"
+            return "silent" if self.board.silent else "offline"
         return "idle" if self.board.doing is None else self.board.doing.step
 
     def row(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def states(device: Device) -> set[str]:
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:
-        return {"offline", *refused}
+        return {"silent" if board.silent else "offline", *refused}
     return {"online", "idle" if board.doing is None else "working", *refused}
 
 
@@ -120,7 +120,10 @@ def _counted(devices: Sequence[Device]) -> str:
     online = [each for each in devices if each.board.online]
     working = sum(each.board.doing is not None for each in online)
     boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
-    return f"{boards}: {len(online)} online, {working} of them at work; {len(devices) - len(online)} offline"
+    silent = sum(each.board.silent for each in devices)
+    lost = f", {silent} silent" if silent else ""
+    offline = len(devices) - len(online) - silent
+    return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{lost}"
 
 
 def _cells(device: Device, now: float) -> tuple[str, ...]:
@@ -181,10 +184,12 @@ def _runs(runs: Runs, now: float) -> str:
 def _about(board: Board, now: float) -> str:
     parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
     parts.append(board.version and f"agent {board.version}")
-    if board.skew_s is not None:
+    if board.skew_s is not None and board.online:
         said = f"clock {board.skew_s:+.1f} s" if abs(board.skew_s) >= SKEW_SAID_S else "clock right"
         parts.append(said)
-    if not board.online and board.seen is not None:
+    if board.silent and board.since is not None:
+        parts.append(f"silent since {units.time_of_day(board.since, now)}")
+    elif (not board.online or board.quiet) and board.seen is not None:
         parts.append(f"last heard {units.duration(now - board.seen)} ago")
     return "; ".join(filter(None, [", ".join(filter(None, parts)), " ".join(board.labels)]))
 

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import msgspec
 
-from fedquilt import columns, connections, heap, methods, open_metrics, progress
-from fedquilt.coordinator import eligibility, rollouts, sites
+from fedquilt import columns, connections, heap, open_metrics, progress
+from fedquilt.coordinator import rollouts, sites
+from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.exposed import Exposed
 from fedquilt.coordinator.facts import (
@@ -46,6 +47,8 @@ from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
+WORK_SAID_S = 30.0  # likewise for devices that are at work
+WAIT_LOOK_S = 1.0
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 
 SINGLY = 3  # declines of a round for one reason that are printed one by one; further ones are counted
@@ -55,6 +58,7 @@ MORE = (
     "--agents-only`"
 )
 AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
+AWAY = waits.Wait("its broker, which cannot be reached", "broker", "lost")
 BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
@@ -63,19 +67,21 @@ class Waiting:
 
     def __init__(self) -> None:
         self._since_s: float | None = None  # start of the present wait
-        self._said, self._said_s = "", -math.inf
+        self._said: object = None
+        self._said_s = -math.inf
 
-    def line(self, whom: str | None, now_s: float) -> str | None:
+    def line(self, wait: waits.Wait | None, now_s: float) -> str | None:
         """Line to print now about a round's wait; None: none."""
-        if whom is None:
-            self._since_s, self._said = None, ""
+        if wait is None:
+            self._since_s = self._said = None
             return None
         self._since_s = now_s if self._since_s is None else self._since_s
-        due_s = self._said_s + (WAIT_AGAIN_S if whom == self._said else WAIT_SAID_S)
-        if now_s < max(due_s, self._since_s + WAIT_SAID_S):
+        soon_s = WORK_SAID_S if wait.kind == "working" else WAIT_SAID_S
+        due_s = self._said_s + (WAIT_AGAIN_S if wait.key == self._said else soon_s)
+        if now_s < max(due_s, self._since_s + soon_s):
             return None
-        self._said, self._said_s = whom, now_s
-        return f"waiting for {whom}"
+        self._said, self._said_s = wait.key, now_s
+        return f"waiting for {wait.text}"
 
 
 class UnservedError(JobError):
@@ -136,6 +142,7 @@ class Console:
         self._clock, self._began_s = clock, clock()
         self._contact, self._mend = Contact(), mend
         self._waiting: dict[str, Waiting] = {}  # by run
+        self._wait_s = -math.inf  # when it was last looked at
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
         self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
 
@@ -184,19 +191,25 @@ class Console:
         if (line := self._contact.line(link.connected, link.session)) is not None:
             self.say(line)
 
-    def wait(self, server: Server) -> None:
-        """Report the wait of each job's round, once it has lasted a while."""
-        now_s = self._clock()
+    def wait(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
+        """Report the wait of each job's round, once it has lasted a while; `board`: gives what is known of a device."""
+        now_s, now = self._clock(), time.time()
+        if now_s < self._wait_s + WAIT_LOOK_S:
+            return
+        self._wait_s = now_s
         jobs = server.jobs()
         self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
         for job in jobs:
             able = server.registry.able(job.engines, now_s)
-            whom = waits.waiting(job.rounds, job.engines, able.keys(), server.elsewhere(job.id))
-            away = whom is not None and self._contact.away  # who is online is not known then
-            line = self._waiting[job.id].line("its broker, which cannot be reached" if away else whom, now_s)
-            if line is not None:
-                mend = BROKER if away else waits.taken(job.rounds, able.keys(), server.holders(job.id)) or self._mend
-                self.say(f"{job.id}: {line}" if self._named else line, mend)
+            state, until = server.timed(job.id, now_s, now)
+            wait = waits.waiting(state, job.engines, able.keys(), server.elsewhere(job.id), board, now, until)
+            if away := wait is not None and self._contact.away:  # who is online is not known then
+                wait = AWAY
+            line = self._waiting[job.id].line(wait, now_s)
+            if line is not None and wait is not None:
+                taken = None if away else waits.taken(job.rounds, able.keys(), server.holders(job.id))
+                mend = BROKER if away else taken or (self._mend if wait.kind == "boards" else None)
+                self.say(f"{job.id}: {line}" if self._named else line, *([mend] if mend else []))
 
     def _status(self, job: Shown) -> None:
         self.status(lambda: f"{job.id}: {log.status(job.rounds)}")
@@ -284,7 +297,7 @@ def coordinate(
         def ask() -> bool:
             watch()
             console.contact(link)
-            console.wait(server)
+            console.wait(server, noted.board)
             return stop()
 
         try:
@@ -315,16 +328,15 @@ def tell(
     Raises:
         UnservedError: with `follow`, nobody serves the store, or nobody has for AWAY_S, so that nothing will follow.
     """
-    job, served_s, away = store.job(id).job, -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
-    engines = (job.engine,) if job.engine else methods.load(job.method).engines
+    row, served_s, away = store.job(id), -math.inf, False  # when a coordinator was last seen to serve it
+    seen, state, waiting, teller = 0, Rounds(Plan.of(row.job)), Waiting(), log.Teller()
     while True:
         status = store.status(id)  # read first, so that no last fact is missed
         ended = status in ("done", "failed", "stopped")
         if not status:
             raise JobError(f"{id} has been deleted meanwhile")
         for number, at_s, fact in store.facts(id, after=seen):
-            seen, state = number, apply(state, fact, 0.0)
+            seen, state = number, apply(state, fact, at_s)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:
@@ -345,14 +357,15 @@ def tell(
             for told in [] if json else costs.lines(costs.account(fact for _, _, fact in store.facts(id))):
                 print(told)
             return
-        # who is online is known here only as of when it was last looked who can be asked
-        able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
         hold = store.holds.of(id)
-        whom = str(hold) if hold else None if state.asked else waits.waiting(state, engines, able)
-        if waiting.line(whom, time.monotonic()) is not None and not json:
+        wait = waits.Wait(str(hold), hold, "lost") if hold else waits.logged(row, state, waits.known(store.home))
+        if waiting.line(wait, time.monotonic()) is not None and wait is not None and not json:
             busy = {} if hold else waits.elsewhere(store, id)
-            whom = whom if hold else waits.waiting(state, engines, able, busy.keys())
-            _tell(time.time(), f"waiting for {whom}", *([] if hold else [waits.taken(state, able, busy) or MORE]))
+            if not hold:
+                wait = waits.logged(row, state, waits.known(store.home), busy.keys()) or wait
+            taken = None if hold else waits.taken(state, waits.surveyed(state), busy)
+            mend = taken or (MORE if wait.kind == "boards" else None)
+            _tell(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
         time.sleep(0.5)
 
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from fedquilt import methods
+from fedquilt import methods, units
 from fedquilt.coordinator import eligibility, rounds, triggers
 from fedquilt.coordinator.boards import Board, Reading
+from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import AnyFact, Rounds, apply
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row, Store
 from fedquilt.coordinator.views import devices
-from fedquilt.core import JobError
+from fedquilt.core import FedquiltError, JobError
+
+
+class Wait(NamedTuple):
+    """What a round waits for."""
+
+    text: str  # as a sentence's end
+    key: Hashable  # stays the same while only time passes
+    kind: Literal["boards", "lost", "working"]  # more boards; boards that are offline or silent; boards at work
 
 
 def elsewhere(store: Store, run: str) -> dict[str, str]:
@@ -23,15 +35,15 @@ def elsewhere(store: Store, run: str) -> dict[str, str]:
     for row in store.jobs():
         if row.id != run and row.status == "running":
             with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= dict.fromkeys(replayed(row, [fact for _, _, fact in store.facts(row.id)]).asked, row.id)
+                found |= dict.fromkeys(replayed(row, store.facts(row.id)).asked, row.id)
     return found
 
 
-def replayed(row: Row, facts: Iterable[AnyFact]) -> Rounds:
-    """State of a run after these facts."""
+def replayed(row: Row, facts: Iterable[tuple[int, float, AnyFact]]) -> Rounds:
+    """State of a run after these facts, with times in wall-clock seconds."""
     state = Rounds(Plan.of(row.job))
-    for fact in facts:
-        state = apply(state, fact, 0.0)
+    for _, at, fact in facts:
+        state = apply(state, fact, at)
     return state
 
 
@@ -40,8 +52,8 @@ def of(row: Row, store: Store) -> str | None:
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt approve {row.id} --home {store.home}`"
     if row.status == ARMED:
-        known = ((triggers.Told(b.device, r.drift, r.accuracy), b.labels) for b, r in _online(store))
-        return triggers.waits(row.job, triggers.told(row.job, known), time.time(), triggers.last_start(store, row.id))
+        told = ((triggers.Told(b.device, r.drift, r.accuracy), b.labels) for b, r in _online(store))
+        return triggers.waits(row.job, triggers.told(row.job, told), time.time(), triggers.last_start(store, row.id))
     standing = store.standing(row)
     if standing == "held" and (hold := store.holds.of(row.id)) is not None:
         return str(hold)
@@ -49,12 +61,38 @@ def of(row: Row, store: Store) -> str | None:
         return None
     if row.origin == "run" and (away := devices.away(store.home, time.time())):
         return f"{away}: what is known of boards is as of then"
-    state = replayed(row, [fact for _, _, fact in store.facts(row.id)])
-    if state.phase not in ("selecting", "open") or state.asked:
+    state = replayed(row, store.facts(row.id))
+    if state.phase not in ("selecting", "open"):
         return None
-    engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
-    able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
-    return waiting(state, engines, able, elsewhere(store, row.id).keys())
+    wait = logged(row, state, known(store.home), elsewhere(store, row.id).keys())
+    return None if wait is None else wait.text
+
+
+def known(home: Path) -> dict[str, Board]:
+    """Boards of a home by name, as their coordinator has noted them."""
+    with BoardStore(home) as store:
+        return {each.device: each for each in store.boards()}
+
+
+def logged(row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()) -> Wait | None:
+    """Return what the running round of a log waits for, or None if all its devices are at work.
+
+    Args:
+        row: the run.
+        state: of its log, with times in wall-clock seconds.
+        boards: as of `known`.
+        busy: devices that other jobs have.
+    """
+    try:
+        engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
+    except FedquiltError:  # a method of a package that is not installed here
+        engines = (f"what {row.job.method} needs",)
+    return waiting(state, engines, surveyed(state), busy, boards.get, time.time(), state.opened_s + state.deadline_s)
+
+
+def surveyed(state: Rounds) -> set[str]:
+    """Return the devices of a log that can run the job and were online at its last survey."""
+    return {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
 
 
 def _online(store: Store) -> Iterator[tuple[Board, Reading]]:
@@ -65,31 +103,90 @@ def _online(store: Store) -> Iterator[tuple[Board, Reading]]:
 
 
 def waiting(
-    state: Rounds, engines: Sequence[str], able: Collection[str], busy: AbstractSet[str] = frozenset()
-) -> str | None:
-    """Sentence on what the running round waits for; None: a device is at work, or nothing runs.
+    state: Rounds,
+    engines: Sequence[str],
+    able: Collection[str],
+    busy: AbstractSet[str] = frozenset(),
+    board: Callable[[str], Board | None] = lambda device: None,
+    now: float = 0.0,
+    until: float = 0.0,
+) -> Wait | None:
+    """Return what the running round waits for, or None if all its devices are at work, or nothing runs.
+
+    Devices at work are named once another has answered.
 
     Args:
         state: of the run.
         engines: names of those that can run the job.
         able: devices that are online and have one of the engines.
         busy: devices that other jobs have.
+        board: gives what is known of a device.
+        now: wall-clock seconds.
+        until: deadline of the round in wall-clock seconds, not after `now` if it is not known.
     """
-    if not rounds.idle(state, able, busy):
+    if state.phase not in ("selecting", "open"):
         return None
     if state.asked:
-        absent = {"offline": state.asked - busy, "at other jobs' tasks": state.asked & busy}
-        return "; ".join(f"{names(sorted(devices))}: {where}" for where, devices in absent.items() if devices)
+        return _unanswered(state, able, busy, board, now, until)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        return f"{there}, at least {rounds.needed(state)} needed"
+        text = f"{there}, at least {rounds.needed(state)} needed"
+        return Wait(text, text, "boards")
     want = rounds.wanted(state, set(able) - state.passed.keys())
-    least = rounds.quorum(state, want)
-    return f"{there}, {len(state.answered)} of {want} updates received, a quorum is {least}"
+    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {rounds.quorum(state, want)}"
+    return Wait(f"{text}{_limit(until, now)}", text, "boards")
+
+
+def _unanswered(
+    state: Rounds,
+    able: Collection[str],
+    busy: AbstractSet[str],
+    board: Callable[[str], Board | None],
+    now: float,
+    until: float,
+) -> Wait | None:
+    """What is known of the devices that have been asked and have not answered."""
+    lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
+    for device in sorted(state.asked):
+        if (why := _lost(device, able, busy, board(device), now)) is None:
+            work.append(device)
+        else:
+            lost.setdefault(why, []).append(device)
+    if not lost and not state.answered:
+        return None
+    parts = [f"{names(devices)}, {why}" for why, devices in lost.items()]
+    if work and state.answered:
+        since = min(state.asked_s.get(device, state.opened_s) for device in work)
+        parts.append(
+            f"{names(work)}, at work for {units.duration(now - since)}" if since else f"{names(work)}, at work"
+        )
+    groups = [(why.partition(" ")[0], *devices) for why, devices in lost.items()]
+    key = tuple(groups or work)
+    return Wait(f"{'; '.join(parts)}{_limit(until, now)}", key, "lost" if lost else "working")
+
+
+def _limit(until: float, now: float) -> str:
+    """The round's deadline, if it is known."""
+    left_s = until - now
+    return f", until {units.time_of_day(until, now)} ({left_s:.0f} s)" if 0 < left_s < math.inf else ""
+
+
+def _lost(device: str, able: Collection[str], busy: AbstractSet[str], board: Board | None, now: float) -> str | None:
+    """Why no update of a device is under way, as far as is known; None: it is at work."""
+    if device in busy:
+        return "at other jobs' tasks"
+    if board is None:
+        return None if device in able else "offline"
+    if not board.online:
+        since = "" if board.since is None else f" since {units.time_of_day(board.since, now)}"
+        return f"{'silent' if board.silent else 'offline'}{since}"
+    if board.quiet and board.seen is not None:
+        return f"last heard {units.duration(now - board.seen)} ago"
+    return None
 
 
 def taken(state: Rounds, able: Collection[str], busy: Mapping[str, str]) -> str | None:

@@ -93,8 +93,8 @@ class Parts:
         self.found: dict[int, dict[str, Part]] = {}  # as of `parts`; whoever follows a run may drop earlier rounds
         self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
 
-    def add(self, fact: AnyFact) -> None:
-        """Let the next fact of the run count."""
+    def add(self, fact: AnyFact, at: float = 0.0) -> None:
+        """Let the next fact of the run count, written at a time in wall-clock seconds."""
         state, found = self.state, self.found
         match fact:
             case Asked():
@@ -123,7 +123,7 @@ class Parts:
                     )
             case _:
                 pass
-        self.state = state = apply(state, fact, 0.0)
+        self.state = state = apply(state, fact, at)
         if log.closing(state, fact):
             self.final = getattr(fact, "round", None)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked

@@ -20,23 +20,41 @@ if TYPE_CHECKING:
 @option("--label", many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it.")
 @option(
     "--state",
-    type=options.OneOf(("online", "offline", "working", "idle", "refused")),
+    type=options.OneOf(("online", "offline", "silent", "working", "idle", "refused")),
     help="Only boards in this state; refused: that have declined a task, or had an update refused.",
 )
+@option("--remove", is_flag=True, help="Remove the named boards, until their next message.")
+@option("--force", is_flag=True, help="With --remove: also boards that have a task.")
 @option("--watch", is_flag=True, help="Stay, and show every change.")
 @options.home
 @options.format
 def devices(
-    names: tuple[str, ...], label: tuple[str, ...], state: str | None, watch: bool, home: Path, format: str
+    names: tuple[str, ...],
+    label: tuple[str, ...],
+    state: str | None,
+    remove: bool,
+    force: bool,
+    watch: bool,
+    home: Path,
+    format: str,
 ) -> None:
     """Show every board: since when it is online, what it does and how far, watts, memory, refusals, labels."""
-    from fedquilt import labels
+    from fedquilt import columns, labels
+    from fedquilt.coordinator import requests
     from fedquilt.coordinator.store_rows import served
     from fedquilt.coordinator.views import devices as view
     from fedquilt.core import JobError
 
     labels.require_selection(label)
     homes.require(home)
+    if remove:
+        if not names or label or state or watch:
+            raise JobError("--remove takes the NAMEs of the boards to remove, and neither --label, --state nor --watch")
+        with homes.existing(home) as store:
+            print("\n".join(columns.fold(requests.remove(store, names, force=force), 0)))
+        return None
+    if force:
+        raise JobError("--force has a meaning only with --remove")
 
     def look() -> list[Device]:
         known = view.look(home)

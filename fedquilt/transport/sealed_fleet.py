@@ -47,7 +47,7 @@ class FleetLink(Sealed):
         self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish in an envelope of the device's session; without one nothing is sent.
+        """Publish in an envelope of the device's session; without one only a retained message is cleared.
 
         What is for everybody (coord/state, job/#) and chunks go as they are.
 
@@ -57,9 +57,10 @@ class FleetLink(Sealed):
         route = wire.route(topic)
         if route.direction == "dn" and route.leaf != "chunk":
             session = self._session_of(route.device)
-            if session is None:
+            if session is not None:
+                payload = envelope.close(session, topic, payload)
+            elif payload:
                 return
-            payload = envelope.close(session, topic, payload)
         elif route.leaf == "coord":
             self._epoch = wire.decode(payload, wire.CoordState).epoch
         self._link.publish(topic, payload, retain=retain, reliable=reliable)

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt import wire
 from fedquilt.coordinator import boards, boards_store
-from fedquilt.coordinator.admission import Flooded
+from fedquilt.coordinator.admission import Flooded, Returned, Silent
 from fedquilt.coordinator.boards import Board, Doing, Reading
 from fedquilt.coordinator.boards_link import DOUBT_S, LATER_S, SOON_S, TIDY_S, Boards
 from fedquilt.coordinator.boards_store import BoardStore
@@ -47,8 +47,10 @@ class Watched:
         self.noted = Boards(self.home, lambda: self.now)
         self.noted.step(self.now_s)
 
-    def say(self, device: str, *messages: object) -> None:
+    def say(self, device: str, *messages: object, retained: bool = False) -> None:
         for message in messages:
+            if not retained and (not isinstance(message, wire.Presence) or message.online):
+                self.noted.seen(device)
             self.noted.heard((device, message), self.now_s)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> None:
@@ -156,9 +158,63 @@ def test_a_restarted_coordinator_goes_on_with_what_is_known(watched: Watched) ->
 
 def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched: Watched) -> None:
     """Nobody knows since when they have been away."""
-    watched.say("a", wire.Presence(online=False, boot="1"), PROFILE)
+    watched.say("a", wire.Presence(online=False, boot="1"), PROFILE, retained=True)
     watched.wait(SOON_S)
     assert (watched.stored().online, watched.stored().since, watched.stored().seen) == (False, None, None)
+
+
+def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: Watched) -> None:
+    """And online again with its next one, even if the coordinator has begun anew in between."""
+    watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
+    heard = watched.now
+    watched.wait(35.0)
+    watched.noted.quiet("a")
+    watched.wait(SOON_S)
+    quiet = watched.stored()
+    assert (quiet.online, quiet.quiet, quiet.silent, quiet.seen) == (True, True, False, heard)
+    watched.wait(15.0)
+    watched.noted.heard(Silent("a"), watched.now_s)
+    watched.wait(SOON_S)
+    lost = watched.stored()
+    assert (lost.online, lost.quiet, lost.silent, lost.since, lost.seen) == (False, False, True, heard, heard)
+    watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
+    watched.wait(SOON_S)
+    assert watched.stored() == lost
+    watched.noted.seen("a")
+    watched.noted.heard(Returned("a"), watched.now_s)
+    watched.say("a", Telemetry(mode="25W"))
+    back = watched.now
+    watched.wait(LATER_S)
+    found = watched.stored()
+    assert (found.online, found.silent, found.since, found.seen) == (True, False, back, back)
+
+
+def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched: Watched) -> None:
+    """Its message to the new coordinator says that it is back."""
+    watched.say("a", wire.Presence(online=True, boot="1"))
+    watched.noted.heard(Silent("a"), watched.now_s)
+    watched.noted.close()
+    watched.start()
+    watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
+    watched.say("a", Telemetry(mode="25W"))
+    watched.wait(LATER_S)
+    assert (watched.stored().online, watched.stored().silent) == (True, False)
+
+
+def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) -> None:
+    """With its readings; the request is taken once."""
+    watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
+    watched.wait(LATER_S)
+    with BoardStore(watched.home, writes=True) as store:
+        store.remove(["a"])
+    watched.wait(1.0)
+    assert (watched.noted.take_removed(), watched.noted.take_removed()) == (["a"], [])
+    with BoardStore(watched.home) as store:
+        assert store.boards() == []
+        assert store.readings("a", watched.now - 100, watched.now) == []
+    watched.say("a", wire.Presence(online=True, boot="1"))
+    watched.wait(SOON_S)
+    assert watched.stored().online
 
 
 def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:

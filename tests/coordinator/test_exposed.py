@@ -48,6 +48,7 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
         ),
         (Board("b", skew_s=-3.0), Reading(int(NOW) - 3600, 9.0)),
         (Board("c", online=True), None),
+        (Board("d", silent=True, since=NOW - 60.0, seen=NOW - 60.0), None),
     ]
     counts = Exposed(lambda: known, lambda: NOW)
     play(counts)
@@ -62,7 +63,12 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
         ("fedquilt_boards", "online"): 2,
         ("fedquilt_boards", "offline"): 1,
         ("fedquilt_boards", "working"): 1,
+        ("fedquilt_boards", "silent"): 1,
         ("fedquilt_board_online", "b"): 0,
+        ("fedquilt_board_online", "d"): 0,
+        ("fedquilt_board_silent", "a"): 0,
+        ("fedquilt_board_silent", "d"): 1,
+        ("fedquilt_board_heard_timestamp_seconds", "d"): NOW - 60.0,
         ("fedquilt_board_power_watts", "a"): 7.5,
         ("fedquilt_board_progress_ratio", "a"): 0.5,
         ("fedquilt_board_clock_skew_seconds", "b"): -3.0,
@@ -71,6 +77,7 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     }
     assert {key: found.get(key) for key in wanted} == wanted
     assert ("fedquilt_board_power_watts", "b") not in found
+    assert ("fedquilt_board_heard_timestamp_seconds", "b") not in found
     assert ("fedquilt_board_accuracy_ratio", "a") not in found
     counts.observe(job("digits"), Committed(3, BlobRef(sha256="0" * 64, size=1), False, {}))
     counts.observe(job("digits"), Ended("done", ""))

@@ -95,8 +95,8 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: 
 
 
 def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) -> None:
-    """And goes on where it was when they come back: with the answer that it had."""
-    stage = Stage(tmp_path, cohort={"deadline_s": 600.0})
+    """It needs both; and goes on where it was when they come back: with the answer that it had."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 2})
     first, a, b = stage.job, stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())

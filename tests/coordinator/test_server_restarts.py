@@ -10,6 +10,7 @@ from by_hand import TABLE, Stage, ones
 from fedquilt import methods, tensors, wire
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.absence import RETURN_S
 from fedquilt.coordinator.facts import (
     Answered,
     Asked,
@@ -67,9 +68,9 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     (first,) = stage.told(Asked)[0].devices
     hands[first].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.restart()
-    stage.play(15.0)
+    stage.play(RETURN_S - 0.5)
     assert len(stage.told(Asked)) == 1
-    stage.play(10.0)
+    stage.play(1.0)
     assert [fact.devices for fact in stage.told(Asked)[1:]] == [tuple({"a", "b"} - {first})]
     stage.store.close()
 

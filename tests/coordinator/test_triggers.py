@@ -136,7 +136,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
-    assert waits.replayed(started, [fact for _, _, fact in stage.store.facts(started.id)]).phase == "done"
+    assert waits.replayed(started, stage.store.facts(started.id)).phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.job(started.id)]  # it pauses, though the drift is there
     stage.restart()

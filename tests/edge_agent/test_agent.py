@@ -229,6 +229,18 @@ def test_a_coordinator_that_comes_up_is_offered_the_outbox_at_once(site: Site) -
     assert len(site.all("update")) == before + 1
 
 
+def test_a_device_that_is_asked_for_its_presence_answers_though_it_is_at_work(site: Site) -> None:
+    """With its presence alone, once for each request."""
+    site.ask()
+    site.run(100.0)
+    before = {leaf: len(site.all(leaf)) for leaf in site.heard}
+    site.say("presence", wire.CoordState(online=True, epoch=1))
+    assert {leaf: len(site.all(leaf)) - count for leaf, count in before.items() if len(site.all(leaf)) != count} == {
+        "presence": 1
+    }
+    assert site.all("presence")[-1].online
+
+
 def test_progress_is_told_now_and_then(site: Site) -> None:
     """Ten steps a second come out as one in two seconds."""
     site.ask()

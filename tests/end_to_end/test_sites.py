@@ -65,7 +65,8 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
     for table in made.agents():
         name = table["device"]
         fleet, broker = ("fleet", above) if name == direct else ("plant", below)
-        told = {**table, "fleet": fleet, "home": str(tmp_path / name), "broker": {"url": broker.url}, "warm_s": 600.0}
+        told = {**table, "fleet": fleet, "home": str(tmp_path / name), "warm_s": 600.0}
+        told["broker"] = {"url": broker.url, "keepalive_s": 600}  # a suspended board is not reported offline
         (tmp_path / f"{name}.toml").write_text(config.text(told))
         processes.start(name, tmp_path / "agents.log", "agent", str(tmp_path / f"{name}.toml"))
     site = {"device": "plant", "fleet": "fleet", "home": str(tmp_path / "above"), "broker": {"url": above.url}}

@@ -183,6 +183,7 @@ BUILT = [
     (TOPICS.job("digits-1"), "round", "", ""),
     (TOPICS.device("tx2-1", "up", "presence"), "presence", "tx2-1", "up"),
     (TOPICS.device("tx2-1", "dn", "task"), "task", "tx2-1", "dn"),
+    (TOPICS.device("tx2-1", "dn", "presence"), "presence", "tx2-1", "dn"),
     (TOPICS.device("tx2-1", "dn", "blob/get"), "get", "tx2-1", "dn"),
     (TOPICS.blob("tx2-1", "up", SHA, "manifest"), "manifest", "tx2-1", "up"),
     (TOPICS.blob("tx2-1", "dn", SHA, "missing"), "missing", "tx2-1", "dn"),

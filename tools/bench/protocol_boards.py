@@ -257,6 +257,8 @@ class Board:
             case "coord" if wire.decode(payload, wire.CoordState).online:
                 self._patience_s = RETELL_S
                 self._tell(now_s)
+            case "presence":
+                self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
             case "task" if payload:
                 self._begin(wire.decode(payload, Task), now_s)
             case "ack":

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from fedquilt import methods
-from fedquilt.coordinator import eligibility
+from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Rejected, Rounds, Surveyed
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views import log, progress, waits, why
-from fedquilt.core import FedquiltError
 from fedquilt.tools.report import columns, matrix
 
 LINES: Final = 1000  # of the log
@@ -91,7 +89,7 @@ class Follower:
         Raises:
             JobError: it cannot follow the ones before.
         """
-        self._parts.add(fact)
+        self._parts.add(fact, at)
         self._columns.add(fact)
         text, *more = self._teller.tell(fact, self.state)
         round: int | None = getattr(fact, "round", None)
@@ -163,10 +161,12 @@ class Follower:
             "reason": state.reason,
         }
 
-    def running(self, hold: str | None = None) -> dict[str, Any]:
+    def running(self, hold: str | None = None, boards: Mapping[str, Board] = {}) -> dict[str, Any]:
         """The round under way: who works, who has answered, who was not asked and why, what it waits for.
 
-        `hold`: what the coordinator holds the run for; None: it does not.
+        Args:
+            hold: what the coordinator holds the run for, or None if it does not.
+            boards: what is known of devices.
         """
         state = self.state
         parts = self.parts.get(state.round, {})
@@ -178,20 +178,8 @@ class Follower:
             "answered": len(state.answered),
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": counts(parts, running=True),
-            "waits": hold or self.waits(),
+            "waits": hold or (wait.text if (wait := waits.logged(self.row, state, boards)) is not None else None),
         }
-
-    def waits(self) -> str | None:
-        """Sentence on what the round waits for; None: for nobody but those at work."""
-        state, job = self.state, self.row.job
-        if state.asked or state.phase not in ("selecting", "open"):
-            return None
-        try:
-            engines = (job.engine,) if job.engine else methods.load(job.method).engines
-        except FedquiltError:  # a method of a package that is not installed here
-            engines = (f"what {job.method} needs",)
-        able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
-        return waits.waiting(state, engines, able)
 
     def of_device(self, device: str) -> list[dict[str, Any]]:
         """The rounds that are held, the latest first: the device's part in each, and where its time went."""

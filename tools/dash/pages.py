@@ -174,12 +174,13 @@ async def run(watch: Watch, id: str) -> dict[str, Any]:
     """
     found = await watch.follower(id)
     listed = await watch.runs()
+    boards = {each.board.device: each.board for each in (await watch.fleet()).boards}
     row = found.row
 
     def told() -> dict[str, Any]:
         return {
             **found.summary(),
-            "now": found.running(listed.holds.get(id)) if row.status not in ENDED else None,
+            "now": found.running(listed.holds.get(id), boards) if row.status not in ENDED else None,
             "table": found.rounds(),
             "first": found.first,
             "last": found.last,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from fedquilt import columns, progress
+from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.facts import Answered, AnyFact
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.shown import Shown
@@ -60,7 +61,7 @@ class Live(Console):
     def contact(self, link: Link) -> None:
         """Nothing: the demo's broker runs in this process."""
 
-    def wait(self, server: Server) -> None:
+    def wait(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
         """Show how many boards have started, until the first round, and then the round."""
         job = next(iter(server.jobs()), None)
         if job is None:

@@ -77,6 +77,8 @@ topic read {root}/job/#
 user coordinator
 topic read {root}/dev/+/up/#
 topic write {root}/dev/+/dn/#
+topic write {root}/dev/+/up/presence
+topic write {root}/dev/+/up/profile
 topic write {root}/job/#
 topic write {root}/coord/state
 {watching}
@@ -131,6 +133,7 @@ def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
     return f"""%% made by `fedquilt broker config --for emqx`
 {watching}{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
 {{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
+{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/up/presence", "{root}/dev/+/up/profile"]}}.
 {{allow, all, publish, ["{root}/dev/${{username}}/up/#"]}}.
 {{allow, all, subscribe, ["{root}/dev/${{username}}/dn/#", "{root}/coord/state"]}}.
 {{deny, all}}.

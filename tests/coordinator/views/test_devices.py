@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from ordinary import User
 
 from fedquilt import cli
@@ -70,6 +72,25 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
         "pi-02    offline  25 h     -   -          -",
         "  has not said what it is, last heard 25 h ago",
         f"  refused digits, round 3, 25 h ago (memory): the task ...{' x' * 11}",
+    ]
+
+
+def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) -> None:
+    """Neither online nor offline; a board that was asked just now says when it was last heard. 80 columns hold it."""
+    silent = replace(WORKING, online=False, silent=True, since=NOW - 700.0, seen=NOW - 700.0, doing=None)
+    quiet = replace(IDLE, quiet=True, seen=NOW - 40.0)
+    with BoardStore(home, writes=True) as store:
+        store.write([silent, quiet], [])
+    found = devices.look(home, NOW)
+    at = time.strftime("%H:%M", time.localtime(NOW - 700.0))
+    told = devices.lines(found, NOW, wide=80)
+    assert told[0] == "3 boards: 1 online, 0 of them at work; 1 offline, 1 silent"
+    assert told[3].startswith("orin-07  silent   12 min")
+    assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
+    assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
+    assert [[each.board.device for each in devices.chosen(found, (), state)] for state in ("silent", "offline")] == [
+        ["orin-07"],
+        ["pi-02"],
     ]
 
 

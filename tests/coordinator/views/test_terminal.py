@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
+from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -24,10 +27,12 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import log, waits
-from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Console, Contact, Waiting
+from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, WORK_SAID_S, Console, Contact, Waiting
+from fedquilt.coordinator.views.waits import Wait
 from fedquilt.core import BlobRef, Update, Usage
 
 REF = BlobRef(sha256="a" * 64, size=1)
+NOW = time.mktime((2026, 11, 26, 14, 3, 28, 0, 0, -1))
 
 
 def begun(cohort: Cohort, rounds: int = 2, check_every: int = 0) -> Rounds:
@@ -43,16 +48,24 @@ def answer(device: str, round: int = 0) -> Answered:
 
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
     """And a wait that is over and begins again is a new one."""
-    waiting = Waiting()
-    assert waiting.line("a", 0.0) is None
-    assert waiting.line("a", WAIT_SAID_S) == "waiting for a"
-    assert waiting.line("a", WAIT_SAID_S + 100) is None
-    assert waiting.line("b", WAIT_SAID_S + 101) == "waiting for b"
-    assert waiting.line("a", WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
-    assert waiting.line("b", WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    waiting, a, b = Waiting(), Wait("a", "a", "lost"), Wait("b", "b", "boards")
+    assert waiting.line(a, 0.0) is None
+    assert waiting.line(a, WAIT_SAID_S) == "waiting for a"
+    assert waiting.line(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
+    assert waiting.line(b, WAIT_SAID_S + 101) == "waiting for b"
+    assert waiting.line(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
     assert waiting.line(None, 2000.0) is None
-    assert waiting.line("b", 2001.0) is None
-    assert waiting.line("b", 2001.0 + WAIT_SAID_S) == "waiting for b"
+    assert waiting.line(b, 2001.0) is None
+    assert waiting.line(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
+
+
+def test_a_wait_for_devices_at_work_is_told_later() -> None:
+    """Every round has one: the slowest device is named once the others have waited for half a minute."""
+    waiting, slow = Waiting(), Wait("c, at work", "c", "working")
+    assert waiting.line(slow, 0.0) is None
+    assert waiting.line(slow, WORK_SAID_S - 1) is None
+    assert waiting.line(slow, WORK_SAID_S) == "waiting for c, at work"
 
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
@@ -90,6 +103,9 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
         def elsewhere(self, job: str) -> frozenset[str]:
             return frozenset()
 
+        def timed(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
+            return Job.rounds, now
+
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
@@ -104,9 +120,9 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
     """How many are there, of which kind, and how many it takes."""
     state = begun(Cohort(size=3, min_devices=3))
-    assert waits.waiting(state, ["torch", "numpy"], ["a"]) == (
-        "devices that run torch or numpy: 1 online, at least 3 needed"
-    )
+    wait = waits.waiting(state, ["torch", "numpy"], ["a"])
+    assert wait is not None
+    assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
@@ -115,19 +131,47 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     assert waits.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply(state, answer(device), 2.0)
-    assert waits.waiting(state, ["torch"], ["a", "b"]) == (
-        "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3"
+    wait = waits.waiting(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
+    assert wait is not None
+    assert wait.text == (
+        "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
+        f"until {time.strftime('%H:%M', time.localtime(NOW + 512.0))} (512 s)"
     )
 
 
 def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
-    """Of many the first few."""
+    """Of many the first few; those at work are not named before another has answered."""
     names = tuple("abcdefg")
     state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
-    assert waits.waiting(state, ["torch"], []) == "a, b, c, d, e and 2 more: offline"
-    told = waits.waiting(state, ["torch"], ["f"], frozenset("efg"))
-    assert told == "a, b, c, d: offline; e, f, g: at other jobs' tasks"
-    assert waits.waiting(state, ["torch"], ["d", "f"], frozenset("efg")) is None
+
+    def told(able: str, busy: str = "") -> str | None:
+        wait = waits.waiting(state, ["torch"], able, frozenset(busy))
+        return None if wait is None else wait.text
+
+    assert told("") == "a, b, c, d, e and 2 more, offline"
+    assert told("f", "efg") == "a, b, c, d, offline; e, f, g, at other jobs' tasks"
+    assert told("df", "efg") == "a, b, c, offline; e, f, g, at other jobs' tasks"
+    assert told("abcdefg") is None
+
+
+def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when() -> None:
+    """Offline, silent, not heard for a while, or at work while the others have answered; 80 columns hold one."""
+    state = apply(begun(Cohort()), Asked(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
+    state = apply(apply(state, answer("d1"), NOW - 60.0), answer("d2"), NOW - 50.0)
+    at = time.strftime("%H:%M", time.localtime(NOW - 45.0))
+    until = time.strftime("%H:%M", time.localtime(NOW + 512.0))
+
+    def told(**board: Any) -> tuple[str, str]:
+        known = {"d3": Board("d3", **board)}
+        wait = waits.waiting(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
+        assert wait is not None
+        return wait.text, wait.kind
+
+    assert told(online=False, since=NOW - 45.0) == (f"d3, offline since {at}, until {until} (512 s)", "lost")
+    assert told(silent=True, since=NOW - 45.0) == (f"d3, silent since {at}, until {until} (512 s)", "lost")
+    quiet = told(online=True, quiet=True, seen=NOW - 40.0)
+    assert quiet == (f"d3, last heard 40 s ago, until {until} (512 s)", "lost")
+    assert told(online=True) == (f"d3, at work for 88 s, until {until} (512 s)", "working")
 
 
 @pytest.mark.parametrize("finished", [True, False])

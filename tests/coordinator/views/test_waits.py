@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
-from by_hand import Stage, ones
+from by_hand import Noted, Stage, ones
 from side_by_side import TwoJobs
 
-from fedquilt import bundle
+from fedquilt import bundle, wire
 from fedquilt.cli import main
 from fedquilt.coordinator import unreadable
 from fedquilt.coordinator.facts import Asked, Declined, Ended, Rounds, Started, Surveyed, apply
@@ -161,3 +162,44 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
     assert f"it goes on when they are free: {a.name}, {b.name} at a task of {first}" in told
     assert "start more" not in told
+
+
+def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """5 s after its broker has reported it, at the next look of a second; nobody is told to start more."""
+    stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
+    hands = [stage.hand(name) for name in "abc"]
+    console = terminal.Console(clock=lambda: stage.broker.now_s)
+    stage.play(10.0)
+    hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    begin_s, told = stage.broker.now_s, ""
+    while "waiting for" not in told:
+        assert stage.broker.now_s < begin_s + 10.0
+        stage.play(0.1)
+        console.wait(stage.server, stage.noted.board)
+        told += " ".join(capsys.readouterr().out.split())
+    assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
+    assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
+    stage.store.close()
+
+
+def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -> None:
+    """As `ls` does, from the log and from what the coordinator has noted of devices."""
+    stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
+    assert stage.store.lock()
+    hands = [stage.hand(name) for name in "abc"]
+    stage.play(10.0)
+    hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play()
+    row = stage.store.job(stage.job)
+    follower = Follower(row)
+    for seq, at, fact in stage.store.facts(row.id):
+        follower.add(seq, at, fact)
+    shown = follower.running(None, waits.known(stage.store.home))["waits"]
+    assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
+    found = waits.logged(row, follower.state, waits.known(stage.store.home))
+    assert found is not None
+    assert (found.kind, found.key) == ("lost", (("offline", "c"),))
+    hands[2].say("presence", hands[2].presence, retain=True)
+    stage.play()
+    assert follower.running(None, waits.known(stage.store.home))["waits"] is None
+    stage.store.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 import dashes
 import pytest
 
+from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_reader import Reader
 from fedquilt.coordinator.views import costs, why
@@ -55,7 +56,7 @@ def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
         "offline": 2,
         "answered": 1,
     }
-    assert now["waits"] is None
+    assert now["waits"].startswith("board-00002, board-00003, board-00004, at work for ")
 
 
 def test_a_board_sees_where_its_time_went(home: Path) -> None:
@@ -92,11 +93,13 @@ def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Pa
     assert {part.code for part in found.parts[0].values()} == {"offline"}
 
 
-def test_a_round_whose_boards_are_at_work_waits_for_nobody_else(tmp_path: Path) -> None:
-    """Though all have gone offline since, so that none could be asked now."""
+def test_a_round_whose_boards_have_gone_offline_names_them_until_the_coordinator_knows_better(tmp_path: Path) -> None:
+    """Nobody has answered, and none could be asked now; boards that are online are at work."""
     start, survey, asked, *_ = dashes.facts(DEVICES)
     gone = type(survey)(0, (), {"offline": tuple(DEVICES)})
     dashes.add_run(tmp_path, [start, survey, asked, gone])
     found = followed(tmp_path)
     assert found.running()["asked"]
-    assert found.running()["waits"] is None
+    assert found.running()["waits"].startswith("board-00001, board-00002, board-00003, board-00004, offline, until ")
+    online = {device: Board(device, online=True) for device in DEVICES}
+    assert found.running(None, online)["waits"] is None

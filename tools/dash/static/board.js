@@ -1,5 +1,5 @@
 // One board: as it is now, its sensors, and its part in each round.
-import { day, duration, h, jobOf, number, query, remember, runLink, since, size, state, sync, table, tile } from "./dom.js";
+import { day, duration, h, jobOf, number, query, remember, runLink, since, size, state, sync, table, tile, timeOfDay } from "./dom.js";
 import { memory, work } from "./fleet.js";
 import { plot } from "./plot.js";
 
@@ -30,7 +30,7 @@ export function page(place, { name, again, ask }) {
         ...(board.labels ?? []).flatMap((label) => [" ", h("span", { class: "chip" }, label)]));
       now.replaceChildren(
         tile("state", state(board.state), told.served ? "" : "as last known"),
-        tile(board.online ? "online for" : "offline for", since(board.since)),
+        board.silent ? tile("silent since", timeOfDay(board.since)) : tile(board.online ? "online for" : "offline for", since(board.since)),
         tile("last heard", since(board.seen, "", " ago")),
         tile("doing", board.doing ? work(board.doing) : "nothing"),
         tile("power", board.power_w === null || board.power_w === undefined ? "–" : `${number(board.power_w)} W`),

@@ -35,6 +35,8 @@ export function duration(seconds) {
   return `${Math.floor(seconds)} s`;
 }
 
+export const timeOfDay = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+
 // A time that counts on its own.
 export function since(at, before = "", after = "") {
   if (at === null || at === undefined) return h("span", { class: "none" }, "–");

@@ -1,7 +1,7 @@
 // The fleet: a row or a cell for each board, by state, label and text, a page at a time.
 import { bar, boardLink, field, h, jobOf, number, pager, percent, plural, query, remember, runLink, since, size, state, sync, table } from "./dom.js";
 
-const STATES = ["all", "online", "working", "idle", "offline", "refused"];
+const STATES = ["all", "online", "working", "idle", "offline", "silent", "refused"];
 const HEADS = [["name", "Board"], ["state", "State"], ["since", "For"], [null, "Doing"], ["watts", "W"], ["temperature", "°C"], ["memory", "Memory"], [null, "Labels"], ["refusal", "Last refusal"]];
 
 export function page(place, { again, ask }) {
@@ -23,7 +23,7 @@ export function page(place, { again, ask }) {
   }));
   const { made: list, body, cells } = table("boards", sorts, "cards fleet");
   const grid = h("ul", { class: "grid", "aria-label": "boards" });
-  const keys = h("ul", { class: "keys" }, ["working", "asked", "waiting", "sending", "idle", "offline"].map((name) => h("li", {}, state(name))), h("li", {}, h("span", { class: "state refused" }, "has refused")));
+  const keys = h("ul", { class: "keys" }, ["working", "asked", "waiting", "sending", "idle", "offline", "silent"].map((name) => h("li", {}, state(name))), h("li", {}, h("span", { class: "state refused" }, "has refused")));
   const pages = pager((step) => { remember({ page: String(Number(query.get("page") || 1) + step) }); again(); });
   const empty = h("p", { class: "none", hidden: true });
   place.append(

@@ -1,0 +1,291 @@
+"""Devices that no longer answer although their broker reports them online, on virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from by_hand import Hand, Stage, ones
+
+from fedquilt import wire
+from fedquilt.coordinator.absence import RETURN_S
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rejected
+from fedquilt.coordinator.fleet import GRACE_S
+from fedquilt.coordinator.silence import AGAIN_S, QUIET_S, RATE, REQUESTS, Silence
+
+SILENT_S = QUIET_S + REQUESTS * AGAIN_S
+TURN_S = 1.0  # two looks of the coordinator at its store, which are its turns where nothing comes
+
+
+def played(silence: Silence, seconds: float, begin_s: float, hears: bool = True) -> tuple[list[str], list[str]]:
+    """Devices that are asked and that become silent in so many steps of a second."""
+    ask, silent = list[str](), list[str]()
+    for step in range(1, int(seconds) + 1):
+        found = silence.step(begin_s + step, hears)
+        ask += found.ask
+        silent += found.silent
+    return ask, silent
+
+
+@pytest.fixture
+def silence() -> Silence:
+    """At second 100 of a clock that began long ago."""
+    found = Silence()
+    found.step(100.0, True)
+    return found
+
+
+def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence: Silence) -> None:
+    """Neither happens a second earlier."""
+    silence.heard("a")
+    assert played(silence, 34, 100.0) == ([], [])
+    assert played(silence, 1, 134.0) == (["a"], [])
+    assert played(silence, 14, 135.0) == (["a", "a"], [])
+    assert played(silence, 1, 149.0) == ([], ["a"])
+    assert played(silence, 1000, 150.0) == ([], [])
+
+
+def test_any_message_brings_a_silent_device_back(silence: Silence) -> None:
+    """Only the first one says so; the device is watched as before."""
+    silence.heard("a")
+    played(silence, SILENT_S, 100.0)
+    assert [silence.heard("a"), silence.heard("a")] == [True, False]
+    assert played(silence, SILENT_S, 150.0)[1] == ["a"]
+
+
+def test_a_device_that_answers_is_asked_again_after_as_long(silence: Silence) -> None:
+    """Once in 35 s, however long that goes on."""
+    silence.heard("a")
+    for turn in range(10):
+        assert played(silence, QUIET_S, 100.0 + turn * QUIET_S) == (["a"], [])
+        silence.heard("a")
+
+
+def test_a_retained_presence_is_no_sign_of_life(silence: Silence) -> None:
+    """The coordinator's own announcement has asked the device already: two more requests follow."""
+    silence.announced("a")
+    assert played(silence, 14, 100.0) == (["a", "a"], [])
+    silence.announced("a")
+    assert played(silence, 1, 114.0) == ([], ["a"])
+
+
+def test_a_device_that_is_offline_is_not_asked(silence: Silence) -> None:
+    """Its broker has published its last will."""
+    silence.heard("a")
+    silence.gone("a")
+    assert played(silence, 1000, 100.0) == ([], [])
+
+
+def test_an_outage_of_the_broker_makes_nobody_silent(silence: Silence) -> None:
+    """Nor does a coordinator that was suspended for an hour: a gap counts as one second."""
+    silence.heard("a")
+    assert played(silence, 1000, 100.0, hears=False) == ([], [])
+    assert silence.step(1100.0 + 3600.0, True) == ([], [])
+    assert played(silence, 33, 4700.0) == ([], [])
+    assert played(silence, 1, 4733.0) == (["a"], [])
+
+
+def test_idle_devices_are_not_asked_in_a_storm(silence: Silence) -> None:
+    """10,000 that were heard at one moment take 20 s, 500 in each; none is asked twice before it could answer."""
+    names = [f"d{number}" for number in range(10_000)]
+    for name in names:
+        silence.heard(name)
+    played(silence, QUIET_S - 1, 100.0)
+    for step in range(20):
+        ask = silence.step(100.0 + QUIET_S + step, True).ask
+        assert len(ask) == RATE
+        for name in ask:
+            silence.heard(name)
+    assert silence.step(100.0 + QUIET_S + 20, True).ask == []
+
+
+# -- in the coordinator -------------------------------------------------------------------------------------------
+
+
+def begun(folder: Path, **table: Any) -> tuple[Stage, list[Hand]]:
+    """A job whose first round three devices have been asked for."""
+    stage = Stage(folder, **{"cohort": {"deadline_s": 600.0}, "rounds": 2, **table})
+    hands = [stage.hand(name) for name in "abc"]
+    stage.play(RETURN_S + TURN_S)
+    assert [fact.devices for fact in stage.told(Asked)] == [("a", "b", "c")]
+    return stage, hands
+
+
+def closed_after_s(stage: Stage, most_s: float) -> float:
+    """Virtual seconds until a round is committed, in steps of 50 ms."""
+    begin_s, count = stage.broker.now_s, len(stage.told(Closed))
+    while len(stage.told(Closed)) == count:
+        assert stage.broker.now_s < begin_s + most_s, "the round is still open"
+        stage.play(0.05)
+    return stage.broker.now_s - begin_s
+
+
+def goes_offline(hand: Hand) -> None:
+    hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+
+
+def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_not_answered(tmp_path: Path) -> None:
+    """Not before its grace is over, as it may come back; two of three are the quorum of those that can be reached."""
+    stage, (a, b, c) = begun(tmp_path)
+    a.answer(ones())
+    b.answer(ones())
+    stage.play(60.0)
+    goes_offline(c)
+    assert GRACE_S - 0.1 <= closed_after_s(stage, 10.0) <= GRACE_S + TURN_S
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    stage.play()
+    assert [fact.devices for fact in stage.told(Asked)[1:]] == [("a", "b")]
+    stage.store.close()
+
+
+def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path: Path) -> None:
+    """The third was gone for a minute by then."""
+    stage, (a, b, c) = begun(tmp_path)
+    goes_offline(c)
+    stage.play(60.0)
+    a.answer(ones())
+    stage.play(60.0)
+    assert stage.told(Closed) == []
+    b.answer(ones())
+    assert closed_after_s(stage, 10.0) <= TURN_S
+    stage.store.close()
+
+
+def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
+    """Its update counts, however long it takes."""
+    stage, (a, b, c) = begun(tmp_path)
+    a.answer(ones())
+    b.answer(ones())
+    goes_offline(c)
+    stage.play(GRACE_S - 1.0)
+    c.say("presence", c.presence, retain=True)
+    stage.play(500.0)
+    assert stage.told(Closed) == []
+    c.answer(ones())
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b", "c"]
+    stage.store.close()
+
+
+def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Path) -> None:
+    """It is answered, so that the device drops it, and the device is asked for the running round."""
+    stage, (a, b, c) = begun(tmp_path, rounds=3)
+    goes_offline(c)
+    a.answer(ones())
+    b.answer(ones())
+    stage.play(60.0)
+    assert [fact.devices for fact in stage.told(Asked)[1:]] == [("a", "b")]
+    c.answer(ones())
+    c.say("presence", c.presence, retain=True)
+    stage.play(5.0)
+    assert [(ack.round, ack.accepted) for ack in c.acks] == [(0, False)]
+    assert [(fact.round, fact.devices) for fact in stage.told(Asked)[2:]] == [(1, ("c",))]
+    stage.store.close()
+
+
+def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_path: Path) -> None:
+    """Two of three go: one update is less than half of them."""
+    stage, (a, b, c) = begun(tmp_path)
+    goes_offline(b)
+    goes_offline(c)
+    a.answer(ones())
+    stage.play(300.0)
+    assert stage.told(Closed) == []
+    stage.store.close()
+
+
+@pytest.mark.parametrize(("quorum", "closes"), [(0.6, True), (1.0, False)])
+def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
+    tmp_path: Path, quorum: float, closes: bool
+) -> None:
+    """Three are wanted, and nobody can replace the one that is gone."""
+    stage, (a, b, c) = begun(tmp_path, cohort={"deadline_s": 600.0, "size": 3, "quorum": quorum})
+    goes_offline(c)
+    a.answer(ones())
+    b.answer(ones())
+    stage.play(GRACE_S + TURN_S)
+    assert bool(stage.told(Closed)) == closes
+    stage.store.close()
+
+
+def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_message(tmp_path: Path) -> None:
+    """Its broker says all along that it is online."""
+    stage, (a, b, c) = begun(tmp_path, rounds=4)
+    c.answers = False
+    a.answer(ones())
+    b.answer(ones())
+    assert closed_after_s(stage, 100.0) <= SILENT_S + TURN_S
+    stage.play()
+    assert stage.told(Asked)[-1].devices == ("a", "b")
+    assert stage.server.registry.online(stage.broker.now_s) == {"a", "b"}
+    assert stage.server.registry.barred(stage.server.jobs()[0].wants, stage.broker.now_s) == {"c": "silent"}
+    c.say("telemetry", wire.Telemetry(power_w=1.0))
+    stage.play()
+    assert stage.told(Asked)[-1].devices == ("c",)
+    stage.store.close()
+
+
+def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) -> None:
+    """It trains for nine minutes and sends nothing of its own accord."""
+    stage, (a, b, c) = begun(tmp_path)
+    a.answer(ones())
+    b.answer(ones())
+    stage.play(540.0)
+    assert stage.told(Closed) == []
+    c.answer(ones())
+    stage.play()
+    assert len(stage.told(Answered)) == 3
+    stage.store.close()
+
+
+def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Path) -> None:
+    """A device that died meanwhile, without its broker noticing, is silent 20 s after the coordinator's start."""
+    stage, (a, b, c) = begun(tmp_path)
+    c.answers = False
+    stage.restart()
+    stage.play(RETURN_S + REQUESTS * AGAIN_S + TURN_S)
+    assert stage.server.registry.online(stage.broker.now_s) == {"a", "b"}
+    a.answer(ones())
+    b.answer(ones())
+    assert closed_after_s(stage, 10.0) <= TURN_S
+    stage.store.close()
+
+
+def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes_no_round(tmp_path: Path) -> None:
+    """Devices that are reported offline just after it have as long as it lasted to return."""
+    stage, (a, b, c) = begun(tmp_path)
+    a.answer(ones())
+    b.answer(ones())
+    stage.play()
+    stage.link.connected = False
+    stage.play(20.0)
+    goes_offline(c)
+    stage.link.connected = True
+    stage.link.session += 1
+    stage.play(15.0)
+    assert stage.told(Closed) == []
+    c.say("presence", c.presence, retain=True)
+    stage.play(60.0)
+    assert stage.told(Closed) == []
+    c.answer(ones())
+    stage.play()
+    assert len(stage.told(Answered)) == 3
+    stage.store.close()
+
+
+def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path: Path) -> None:
+    """Five rounds of a fleet of which one device died before: each closes as soon as the others have answered."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 600.0}, rounds=5)
+    hands = [stage.hand(name) for name in "abc"]
+    stage.play(RETURN_S + TURN_S)
+    goes_offline(hands[2])
+    begin_s = stage.broker.now_s
+    for _ in range(5):
+        for hand in hands[:2]:
+            hand.answer(ones())
+        stage.play(GRACE_S + TURN_S)
+    assert len(stage.told(Committed)) == 5
+    assert stage.broker.now_s - begin_s < 5 * (GRACE_S + 2 * TURN_S)
+    assert stage.told(Rejected) == []
+    stage.store.close()

@@ -1,0 +1,125 @@
+"""A device that dies in the middle of a round: what its round does, and what users are shown, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mosquittos import Mosquitto
+from processes import Processes, answers, facts, make_job
+from waiting import LIMIT_S, until
+
+from fedquilt import config
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
+from fedquilt.coordinator.views import devices
+
+DEVICES = 3
+
+
+class Fleet:
+    """A coordinator that runs the job of `make_job` and three agents, which are suspended in the first round."""
+
+    def __init__(self, folder: Path, broker: Mosquitto, processes: Processes, **cohort: Any) -> None:
+        self.folder, self.home, self.processes = folder, folder / "runs", processes
+        self.names = sorted(table["device"] for table in self._begin(broker.url, cohort))
+
+    def _begin(self, url: str, cohort: dict[str, Any]) -> list[dict[str, Any]]:
+        keepalive_s = cohort.pop("keepalive_s", 10)
+        tables = list(make_job(self.folder, deadline_s=2 * LIMIT_S, **cohort).agents())
+        broker = {"url": url, "keepalive_s": keepalive_s}
+        for table in tables:
+            path = self.folder / f"{table['device']}.toml"
+            path.write_text(config.text({**table, "home": str(self.folder / table["device"]), "broker": broker}))
+            self.processes.start(table["device"], self.folder / "agents.log", "agent", str(path))
+        run = ("run", str(self.folder / "job.toml"), "--home", str(self.home), "--broker", url)
+        self.processes.start("run", self.folder / "run.log", *run)
+        return tables
+
+    def suspend(self) -> str:
+        """Hold the last device before it can answer the first round, wait for the others' answers, return its name."""
+        until(lambda: any(isinstance(fact, Asked) for fact in facts(self.home)), "the beginning of round 0")
+        self.processes.running[self.names[-1]].send_signal(signal.SIGSTOP)
+        until(lambda: answers(self.home, 0) == DEVICES - 1, "the answers of the others")
+        return self.names[-1]
+
+    def said(self, *words: str) -> str:
+        """What a command prints on a terminal of 80 columns, whose exit code is 0."""
+        done = subprocess.run(
+            [sys.executable, "-m", "fedquilt.cli", *words, "--home", str(self.home)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "80"},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def log(self) -> str:
+        return " ".join((self.folder / "run.log").read_text().split())
+
+    def state(self, device: str) -> str:
+        return next((each.state for each in devices.look(self.home) if each.board.device == device), "")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes) -> Callable[..., Fleet]:
+    return lambda *lines, **cohort: Fleet(tmp_path, mosquitto(*lines), processes, **cohort)
+
+
+WAITS = r"{}, offline since \d\d:\d\d, until (\d{{4}}-\d\d-\d\d )?\d\d:\d\d \((\d+) s\)"
+
+
+def test_a_killed_device_that_a_round_needs_is_named_with_since_when_and_until_when(
+    fleet: Callable[..., Fleet],
+) -> None:
+    """In `ls`, `why`, `logs --follow` and the output of `run`; nobody is told to start more devices."""
+    stage = fleet(min_devices=DEVICES)
+    dead = stage.suspend()
+    stage.processes.kill(dead)
+    wait = re.compile(WAITS.format(dead))
+    until(lambda: stage.state(dead) == "offline", "the broker publishes the last will")
+    (row,) = json.loads(stage.said("ls", "--format", "json"))
+    assert wait.fullmatch(row["waits"]), row["waits"]
+    assert 0 < int(wait.fullmatch(row["waits"])[2]) <= 2 * LIMIT_S  # type: ignore[index]
+    assert re.search(rf"{row['run']} waits for {wait.pattern}", " ".join(stage.said("ls").split()))
+    assert re.search(rf"{row['run']} waits for {wait.pattern}", " ".join(stage.said("why", row["run"]).split()))
+    assert f"{dead}  offline" in stage.said("devices")
+    until(lambda: wait.search(stage.log()), "`run` names the device", told=stage.log)
+    stage.processes.start("logs", stage.folder / "logs.log", "logs", row["run"], "--follow", "--home", str(stage.home))
+    until(lambda: wait.search((stage.folder / "logs.log").read_text()), "`logs --follow` names it")
+    assert "start more" not in stage.log() + (stage.folder / "logs.log").read_text()
+    assert answers(stage.home, 0) == DEVICES - 1
+
+
+def test_a_job_without_settings_goes_on_without_a_killed_device(fleet: Callable[..., Fleet]) -> None:
+    """Long before its deadline: it is done with the others."""
+    stage = fleet()
+    dead = stage.suspend()
+    stage.processes.kill(dead)
+    assert stage.processes.running["run"].wait(timeout=LIMIT_S) == 0, stage.log()
+    found = facts(stage.home)
+    assert [fact.status for fact in found if isinstance(fact, Ended)] == ["done"]
+    assert {fact.update.device for fact in found if isinstance(fact, Answered)} == {*stage.names} - {dead}
+    assert len([fact for fact in found if isinstance(fact, Committed)]) == 4  # three rounds, and an evaluation
+
+
+def test_a_device_that_is_suspended_behind_a_broker_that_does_not_notice_is_silent_and_comes_back(
+    fleet: Callable[..., Fleet],
+) -> None:
+    """Its connection stays open, as a half-open one does; the broker would take 15 minutes to see it."""
+    stage = fleet(min_devices=DEVICES, keepalive_s=600)
+    held = stage.suspend()
+    until(lambda: stage.state(held) == "silent", "the device is silent")
+    wait = json.loads(stage.said("ls", "--format", "json"))[0]["waits"]
+    assert re.match(rf"{held}, silent since (\d\d\d\d-\d\d-\d\d )?\d\d:\d\d, until ", wait), wait
+    stage.processes.running[held].send_signal(signal.SIGCONT)
+    assert stage.processes.running["run"].wait(timeout=LIMIT_S) == 0, stage.log()
+    assert answers(stage.home, 0) == DEVICES
