@@ -119,11 +119,18 @@ def free(model: nn.Module, hooks: Hooks) -> None:
 
 
 def hold_still(model: nn.Module, hooks: Hooks) -> None:
-    """Set modules whose own parameters no step updates to evaluation mode: frozen batch norm keeps its statistics."""
+    """Set each module with buffers to evaluation mode if no step updates a tensor of the module.
+
+    So frozen batch normalisation keeps its statistics. A module around other modules keeps its mode, as do frozen
+    modules without buffers: dropout in them belongs to the training.
+    """
     for path, module in model.named_modules():
-        own = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
-        if own and not any(step.rate(name) > 0 for step in hooks.steps for name in own):
-            module.eval()
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers or any(module.children()):
+            continue
+        own = [f"{path}.{leaf}" if path else leaf for leaf in (*dict(module.named_parameters(recurse=False)), *buffers)]
+        if not any(step.rate(name) > 0 for step in hooks.steps for name in own):
+            module.training = False
 
 
 def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
