@@ -14,6 +14,7 @@ from fedquilt.core import Fit, Hooks, ModelError, Step, Tensors
 from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, training
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.metrics import TaskKind
+from fedquilt.models.networks import tensor_register
 
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
 
@@ -141,7 +142,7 @@ def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
     """
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
-    held = model.state_dict()
+    held = tensor_register.own(model)
     place = next(iter(held.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 
