@@ -49,12 +49,16 @@ class Contrast:
         import torch
         from torch.nn import functional as F
 
+        from fedquilt.models.networks import tensor_register
+
+        places = tensor_register.places(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
         with torch.no_grad():
             for anchor in ("start", "previous"):
-                torch.func.functional_call(module, anchors[anchor], (x,))
+                other = {place: anchors[anchor][name] for place, name in places.items()}
+                torch.func.functional_call(module, other, (x,), tie_weights=False)
                 likeness.append(self._seen)
         for each, mode in modes:
             each.training = mode

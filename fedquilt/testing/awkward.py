@@ -37,9 +37,9 @@ def moving_average(inputs: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, WIDTH), MovingNorm(), nn.ReLU(), nn.Linear(WIDTH, classes))
 
 
-def tokens(inputs: int, classes: int) -> nn.Module:
+def tokens(inputs: int, classes: int, drop: float = 0.1) -> nn.Module:
     """Attention over the inputs, with a class token and a learned place at the root, and a buffer of three axes."""
-    return _Tokens(inputs, classes)
+    return _Tokens(inputs, classes, drop)
 
 
 def maps(inputs: int, classes: int) -> nn.Module:
@@ -117,7 +117,7 @@ class MovingNorm(nn.Module):  # type: ignore[misc]
 
 
 class _Tokens(nn.Module):  # type: ignore[misc]
-    def __init__(self, inputs: int, classes: int) -> None:
+    def __init__(self, inputs: int, classes: int, drop: float) -> None:
         super().__init__()
         self.class_token, self.pos_embedding = (
             nn.Parameter(torch.zeros(1, 1, WIDTH)),
@@ -126,7 +126,7 @@ class _Tokens(nn.Module):  # type: ignore[misc]
         places = torch.arange((inputs + 1) * WIDTH).float().reshape(1, inputs + 1, WIDTH)
         self.register_buffer("waves", 0.1 * torch.sin(places))
         self.embed = nn.Linear(1, WIDTH)
-        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, dropout=drop, batch_first=True)
         self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, classes)
 

@@ -49,6 +49,16 @@ def names(model: nn.Module) -> list[list[str]]:
     return list(_names(model).values())
 
 
+def places(model: nn.Module) -> dict[str, str]:
+    """Each module's own tensors, at the first place of the module -> the first name of the tensor."""
+    found: dict[str, str] = {}
+    named = _names(model)
+    for path, module in model.named_modules():
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        found |= {f"{path}.{leaf}" if path else leaf: named[id(v)][0] for leaf, v in own.items() if id(v) in named}
+    return found
+
+
 def sharers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     """Modules with the weight of the module at `path`, each with its path; a module in two places is there twice."""
     weight = model.get_submodule(path).weight

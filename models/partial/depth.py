@@ -43,7 +43,7 @@ def body(model: Tensors, count: int, register: Register) -> Body:
     blocks: dict[str, list[str]] = {}
     for layer in found:
         if layer != head:
-            blocks.setdefault(_block(layer), []).append(layer)
+            blocks.setdefault(_block(_called(register, layer)), []).append(layer)
     whole = _joined(model, list(blocks.values()))
     if not whole:
         raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
@@ -54,6 +54,14 @@ def body(model: Tensors, count: int, register: Register) -> Body:
         _require_apart(register, [*members, [head]])
     classes, features = model[f"{head}.weight"].shape
     return Body(stages, head, _all(register, [head]), int(features), int(classes))
+
+
+def _called(register: Register, layer: str) -> str:
+    """The layer, or the module around it that is called where the layer is not, as attention's projection is not."""
+    path = layer
+    while path and path not in register.calls:
+        path = path.rpartition(".")[0]
+    return path or layer
 
 
 def _block(layer: str) -> str:

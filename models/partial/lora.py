@@ -55,7 +55,7 @@ def spots(register: Register) -> tuple[Spot, ...]:
     if not attentions:
         found = [Spot(each, (each,)) for each in register.ordered(flat) if each != head]
     if not found:
-        raise ModelError("LoRA adapts linear layers, and this network has none before its head: take a transformer")
+        raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
     return tuple(found)
 
 
