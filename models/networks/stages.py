@@ -39,6 +39,8 @@ def first(
     Raises:
         ModelError: names do not tell the order in which the network's layers are used.
     """
+    from torch import nn
+
     called: set[str] = set()
     held = {id(value) for name, value in module.state_dict(keep_vars=True).items() if name in start}
     heard: dict[int, Any] = {}
@@ -57,7 +59,11 @@ def first(
         else:  # only an input is read, of the layer or of one in it, and it is never run to its end
             for leaf in [*dict(each.named_parameters(recurse=False)), *dict(each.named_buffers(recurse=False))]:
                 setattr(each, leaf, None)
-    used, plain = {path for path in kept if path in inner and path}, _forward(module)
+    within = {path: inner[path.rpartition(".")[0]] for path in kept if path}
+    used = {
+        path for path, each in within.items() if not isinstance(each, nn.MultiheadAttention)
+    }  # reads, calls nothing
+    plain = _forward(module)
 
     def forward(x: Any) -> Any:
         heard.clear()
