@@ -53,5 +53,4 @@ def diagonal(
             for name, found in gradients(values, some, labels).items():
                 total[name] += found.square().sum(dim=0)
             count += len(labels)
-    of = {id(value): total[name] / max(count, 1) for name, value in model.named_parameters()}
-    return {name: of[id(value)] for name, value in model.named_parameters(remove_duplicate=False)}  # tied ones too
+    return {name: value / max(count, 1) for name, value in total.items()}

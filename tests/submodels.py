@@ -12,7 +12,7 @@ from plain import budgeted
 
 from fedquilt.core import Bundle, DeviceView, Examples, Method
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import files, play
+from fedquilt.testing.toys import files, play, registered
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
@@ -43,7 +43,7 @@ def bundle(network: dict[str, Any] | None = None) -> Bundle:
         "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
         "masks": {"json": masks.to_array(trace.plan(module))},
     }
-    meta = {"network": table, "flops": 1e6, "example_bytes": 10**6}
+    meta = {"network": table, "flops": 1e6, "example_bytes": 10**6, **registered(table)}
     return Bundle(meta, files(parts), lambda name: parts[name])
 
 

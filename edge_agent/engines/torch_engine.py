@@ -31,7 +31,7 @@ from fedquilt import footprint, metrics
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import gpu, objectives, torch_objectives, torch_recompute, torch_step, training
 from fedquilt.models import fisher
-from fedquilt.models.networks import registry
+from fedquilt.models.networks import registry, tensor_register
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
 # Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
@@ -200,7 +200,8 @@ class TorchEngine:
         model = registry.build(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(self._device, memory_format=self._layout(model, half))  # before the probe compiles its kernels
-        held = model.state_dict()
+        held = tensor_register.own(model)
+        start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
         torch_step.free(model, hooks)
         probe = self._probe(model, network, examples, hooks)
@@ -264,7 +265,7 @@ def _half(device: torch.device) -> torch.dtype | None:
 
 def _tensors(model: nn.Module) -> dict[str, np.ndarray]:
     """Parameters and buffers as arrays; counters stay integer."""
-    return {name: value.detach().cpu().contiguous().numpy() for name, value in model.state_dict().items()}
+    return {name: value.detach().cpu().contiguous().numpy() for name, value in tensor_register.own(model).items()}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from fedquilt.core import Fit, Hooks, ModelError, Step, Tensors
 from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, training
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.metrics import TaskKind
+from fedquilt.models.networks import tensor_register
 
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
 
@@ -119,11 +120,18 @@ def free(model: nn.Module, hooks: Hooks) -> None:
 
 
 def hold_still(model: nn.Module, hooks: Hooks) -> None:
-    """Set modules whose own parameters no step updates to evaluation mode: frozen batch norm keeps its statistics."""
+    """Set each module with buffers to evaluation mode if no step updates a tensor of the module.
+
+    So frozen batch normalisation keeps its statistics. A module around other modules keeps its mode, as do frozen
+    modules without buffers: dropout in them belongs to the training.
+    """
     for path, module in model.named_modules():
-        own = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
-        if own and not any(step.rate(name) > 0 for step in hooks.steps for name in own):
-            module.eval()
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers or any(module.children()):
+            continue
+        own = [f"{path}.{leaf}" if path else leaf for leaf in (*dict(module.named_parameters(recurse=False)), *buffers)]
+        if not any(step.rate(name) > 0 for step in hooks.steps for name in own):
+            module.training = False
 
 
 def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
@@ -134,7 +142,7 @@ def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
     """
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
-    held = model.state_dict()
+    held = tensor_register.own(model)
     place = next(iter(held.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 

@@ -27,8 +27,9 @@ import numpy as np
 from fedquilt import tensors
 from fedquilt.compression.lossy import CODERS
 from fedquilt.core import Answer, Encoding, ModelError, Tensors, UpdateError
-from fedquilt.layers import STATISTICS
 from fedquilt.tensors import Shaped
+
+STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
 MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in

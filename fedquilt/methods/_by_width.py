@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import exact, layer_costs, tensors, tiers
+from fedquilt import exact, layer_costs, tensor_register, tensors, tiers
 from fedquilt.core import (
     Answer,
     Contribution,
@@ -36,6 +36,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Places
+from fedquilt.tensor_register import BATCH_NORMS
 
 SETTLED: Final = ("running_mean", "running_var")
 
@@ -89,7 +90,8 @@ def settling(
 
     def names(state: State) -> list[str]:
         held = still(state)
-        return [name for name in state.model if name.rpartition(".")[2] in SETTLED and name not in held]
+        norms = [each for each in state.register.tensors if each.type in BATCH_NORMS and each.leaf in SETTLED]
+        return [each.name for each in norms if each.name not in held]
 
     def send(state: State, device: DeviceView) -> Order:
         own, asked, bundles, work = rate_of(state, device), [], {}, Work()
@@ -104,7 +106,12 @@ def settling(
             asked.append(rate)
             bundles[f"part.{rate:g}"] = light.model
             work = work.plus(msgspec.structs.replace(found, peak_bytes=peak))
-        table = {"network": state.network, "asked": asked, "scaled": scaled, "still": sorted(still(state))}
+        table = {
+            "network": tensor_register.plain(state.network),
+            "asked": asked,
+            "scaled": scaled,
+            "still": sorted(still(state)),
+        }
         return Order(table, bundles, work)
 
     def taken(state: State) -> Expected:

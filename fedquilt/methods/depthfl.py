@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors
+from fedquilt import tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -62,7 +62,7 @@ class Params(fedavg.Params):
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     """Start from the bundle's network with one random linear classifier per stage, uniform in +-1/sqrt(width)."""
     begun = fedavg.init(bundle, params, seed)
-    found = by_depth.body(begun.model, params.exits, layers.calls(begun.network))
+    found = by_depth.body(begun.model, params.exits, begun.register)
     rng = tensors.rng(seed, "depthfl", "exits")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:]):  # exit i classifies the input of stage i + 1
@@ -79,7 +79,7 @@ def network(state: fedavg.State) -> dict[str, np.ndarray]:
 
 def part(state: fedavg.State, depth: int) -> Places:
     """Places of the first `depth` stages with their classifiers."""
-    found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
+    found = by_depth.body(network(state), state.params["exits"], state.register)
     names = [name for stage in found.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
     if depth >= len(found.stages):
@@ -96,7 +96,7 @@ def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order the first stages that the device's memory tier allows, with the exits to train."""
     depth = by_width.by_tier(device.profile, state.params["depths"])
     order = heterofl.order(state, part(state, depth), 1.0)
-    found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
+    found = by_depth.body(network(state), state.params["exits"], state.register)
     looks = looked(found)[:depth]
     params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
     return replace(order, params=params)
@@ -197,11 +197,14 @@ def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
 
 def result(state: fedavg.State) -> Artefact:
     """Network with its classifiers, or the plain network where there is one exit."""
-    found, table = by_depth.body(network(state), state.params["exits"], layers.calls(state.network)), state.network
+    found, table = (
+        by_depth.body(network(state), state.params["exits"], state.register),
+        tensor_register.plain(state.network),
+    )
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
         table = {"name": "exits", "of": table, "looks": looked(found), "classes": found.classes, **inputs}
-    return Artefact("weights", {"network": table}, state.model)
+    return Artefact("weights", {"network": table}, fedavg.aliased(state.network, state.model))
 
 
 METHOD = replace(

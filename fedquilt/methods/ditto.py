@@ -49,7 +49,7 @@ def send(state: fedlora.State, device: DeviceView) -> Order:
         return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)
     whole = fedlora.adapted(state)
     bundles = {"model": state.model, "backbone": state.backbone}
-    return fedavg.order(whole, bundles, trainings=2, anchors=2, moved=state.model)
+    return fedlora.placed(fedavg.order(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network)
 
 
 def work(task: Task, site: Site) -> Answer:
@@ -74,7 +74,7 @@ def adapted(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
     if not task.params.get("rank"):
         return {}, Hooks()
     backbone = site.load("backbone")
-    return backbone, fedlora.hooks(task, backbone, received)
+    return backbone, fedlora.hooks(task, received)
 
 
 def own(site: Site, received: Tensors) -> Tensors:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, footprint, layer_costs, tensors
+from fedquilt import exact, footprint, layer_costs, tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -81,6 +81,11 @@ class State:
         """Costs of the layers; of a bundle that has none, one layer that stands for all."""
         return self.layers or layer_costs.parse({"flops": self.flops})
 
+    @property
+    def register(self) -> tensor_register.Register:
+        """What the network's tensors are."""
+        return tensor_register.of(self.network)
+
     def of(self, model: Mapping[str, np.ndarray]) -> State:
         """The same network's plain state with other tensors: for size and cost."""
         return State(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
@@ -109,8 +114,8 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
         raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
     network, model = dict(bundle.meta["network"]), dict(bundle.load("model"))
-    if "calls" in bundle.meta:
-        network["calls"] = list(bundle.meta["calls"])
+    if "register" in bundle.meta:
+        network["register"] = msgspec.to_builtins(bundle.meta["register"])
     flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
     found = layer_costs.parse(bundle.meta) if "layers" in bundle.meta else ()
     return State(table, network, model, flops, example_bytes, layers=found)
@@ -156,7 +161,7 @@ def order(
     work = layer_costs.work(each, state.params, steps, size)
     kind = layer_costs.kind(costs, state.model)
     return Order(
-        {**state.params, "network": state.network},
+        {**state.params, "network": tensor_register.plain(state.network)},
         bundles,
         msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind),
         check=look(state),
@@ -277,11 +282,9 @@ def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
-def learned(model: Tensors) -> list[str]:
-    """Names of the tensors that gradients move: all but counters and the running statistics of batch norm."""
-    statistics = ("running_mean", "running_var")
-    told = tensors.shapes(model).items()
-    return [name for name, a in told if a.dtype.kind == "f" and name.rpartition(".")[2] not in statistics]
+def learned(state: State) -> list[str]:
+    """Names of the state's tensors that gradients move."""
+    return state.register.parameters(state.model)
 
 
 def require_one(update: Contribution) -> None:
@@ -308,7 +311,17 @@ def steps_of(update: Contribution) -> float:
 
 def result(state: State) -> Artefact:
     """Global model, with the table of its network."""
-    return Artefact("weights", {"network": state.network}, state.model)
+    return weights(state.network, state.model)
+
+
+def weights(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
+    """Result of a method that trains a network: each tensor under all of its names."""
+    return Artefact("weights", {"network": tensor_register.plain(network), **meta}, aliased(network, model))
+
+
+def aliased(network: Mapping[str, Any], model: Tensors) -> Tensors:
+    """The model with each tensor under all of its names."""
+    return tensor_register.of(network).aliased(model) if "register" in network else model
 
 
 METHOD = Method(

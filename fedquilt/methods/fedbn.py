@@ -3,7 +3,7 @@
 Paper: Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021
 (arXiv 2102.07623), Algorithm 1: weight, bias and running statistics of batch norm layers are never sent.
 
-A layer is recognised by its running statistics, not by a "bn" in its name: `downsample.1` may be one as well.
+Every normalisation that keeps running statistics stays on the device, by whatever name (`fedquilt.tensor_register`).
 Batch norm without running statistics is averaged like all else.
 
 Deviations: the result carries the batch norm tensors that the job began with, as the devices' own are known to
@@ -30,16 +30,17 @@ class State(fedavg.State):
     norm: dict[str, np.ndarray]
 
 
-def private(model: Tensors) -> set[str]:
-    """Names of the tensors of batch norm layers."""
-    layers = {name.rpartition(".")[0] for name in model if name.rpartition(".")[2] == "running_mean"}
-    return {name for name in model if name.rpartition(".")[0] in layers}
+def private(state: fedavg.State) -> set[str]:
+    """Names of the tensors of normalisations that keep running statistics, and of all other running statistics."""
+    register = state.register
+    running = [entry for entry in register.tensors if register.running(entry.name)]
+    return {entry.name for entry in running} | register.modules({each.module for each in running if each.normalises})
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
     """Split the bundle's model into shared tensors and batch norm."""
     begun = fedavg.init(bundle, params, seed)
-    own = private(begun.model)
+    own = private(begun)
     shared = {name: array for name, array in begun.model.items() if name not in own}
     norm = {name: begun.model[name] for name in begun.model if name in own}
     return State(**vars(replace(begun, model=shared)), norm=norm)
@@ -66,8 +67,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 def result(state: State) -> Artefact:
     """Shared model with the batch norm tensors that the job began with."""
-    meta = {"network": state.network, "private": sorted(state.norm)}
-    return Artefact("weights", meta, {**state.model, **state.norm})
+    return fedavg.weights(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
 
 
 def personal(task: Task, site: Site) -> Tensors:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, layers, tensors
+from fedquilt import layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -71,7 +71,7 @@ class Group:
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     """Start from the bundle's network with a random link before each stage, uniform in +-1/sqrt(width)."""
     begun = fedavg.init(bundle, params, seed)
-    found = by_depth.body(begun.model, params.stages, layers.calls(begun.network))
+    found = by_depth.body(begun.model, params.stages, begun.register)
     rng = tensors.rng(seed, "fedepth", "links")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:], start=1):
@@ -107,7 +107,7 @@ def part(state: fedavg.State, body: Body, count: int) -> Places:
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training in as many groups as the device's memory tier needs."""
     count = by_width.by_tier(device.profile, state.params["groups"])
-    body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
+    body = by_depth.body(network(state), state.params["stages"], state.register)
     found, at = groups(body, count), part(state, body, count)
     sub = by_width.cut(state.model, at)
     order = fedavg.order(state, {"model": sub})
@@ -200,14 +200,14 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     """Add an update entry by entry; the links it carries follow from its number of groups."""
     sent = heterofl.sent_by(update)
-    body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
+    body = by_depth.body(network(state), state.params["stages"], state.register)
     cuts = [part(state, body, count) for count in sorted(set(state.params["groups"]))]
     return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
 
 
 def result(state: fedavg.State) -> Artefact:
     """Global network without links."""
-    return Artefact("weights", {"network": state.network}, network(state))
+    return fedavg.weights(state.network, network(state))
 
 
 METHOD = replace(

@@ -14,7 +14,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt import layers
 from fedquilt.core import Bundle
 from fedquilt.methods import fedavg, fedrep, parfed
 
@@ -29,7 +28,7 @@ class Params(fedavg.Params):
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Share the last convolutions of the bundle's model."""
     begun = fedavg.init(bundle, params, seed)
-    own = parfed.tail(begun.model, params.layers, layers.calls(begun.network))
+    own = parfed.tail(begun, params.layers)
     return fedrep.split(begun, begun.model.keys() - own)
 
 

@@ -22,7 +22,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors
+from fedquilt import tensors
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -65,7 +65,7 @@ class State(fedrep.State):
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start with all tensors on the devices and every convolution a candidate."""
     begun = fedavg.init(bundle, params, seed)
-    names = tuple(parfed.weights(begun.model, layers.calls(begun.network)))
+    names = tuple(parfed.weights(begun))
     parts = fedrep.split(begun, begun.model.keys())
     return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
 

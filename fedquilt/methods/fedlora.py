@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, layers, tensors
+from fedquilt import layer_costs, tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -67,21 +67,27 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 def shared(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """First values of the adapters, and the head."""
     return {
-        **lora.shared(backbone, lora.spots(backbone, layers.calls(network)), rank, tensors.rng(seed, "lora")),
-        **{name: backbone[name] for name in head(backbone, network)},
+        **lora.shared(backbone, places(network), rank, tensors.rng(seed, "lora")),
+        **{name: backbone[name] for name in head(network)},
     }
 
 
-def head(backbone: Tensors, network: Mapping[str, Any]) -> tuple[str, ...]:
+def places(network: Mapping[str, Any]) -> tuple[lora.Spot, ...]:
+    """Layers that are adapted."""
+    return lora.spots(tensor_register.of(network))
+
+
+def head(network: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the classifier's tensors.
 
     Raises:
         ModelError: the network ends in something else than a linear layer.
     """
-    last = layers.head(backbone, layers.calls(network))
+    register = tensor_register.of(network)
+    last = register.head()
     if last is None:
         raise ModelError("this network has no last linear layer that tells the classes: LoRA trains it too")
-    return layers.layers(backbone)[last]
+    return register.layers()[last]
 
 
 @same_for_all
@@ -89,7 +95,12 @@ def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared part; the backbone never changes, so it is sent once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
-    return fedavg.order(adapted(state), bundles, anchors=anchors, moved=state.model)
+    return placed(fedavg.order(adapted(state), bundles, anchors=anchors, moved=state.model), state.network)
+
+
+def placed(order: Order, network: Mapping[str, Any]) -> Order:
+    """An order that also names the adapted layers."""
+    return replace(order, params={**order.params, "places": places(network)})
 
 
 def adapted(state: State) -> fedavg.State:
@@ -104,10 +115,9 @@ def scale(params: Mapping[str, Any]) -> float:
     return float(params["alpha"] / params["rank"])
 
 
-def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
+def hooks(task: Task, moved: Tensors) -> Hooks:
     """Insert the adapters; train the tensors in `moved` and freeze all others."""
-    calls = layers.calls(task.params["network"])
-    places, rank, mu = lora.spots(backbone, calls), task.params["rank"], task.params.get("mu", 0.0)
+    places, rank, mu = lora.given(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import lora_torch
@@ -121,7 +131,7 @@ def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
 def work(task: Task, site: Site) -> Answer:
     """Train the adapters and the head in the frozen backbone."""
     backbone, received = site.load("backbone"), site.load("model")
-    answer = fedavg.trained(task, site, {**backbone, **received}, hooks(task, backbone, received))
+    answer = fedavg.trained(task, site, {**backbone, **received}, hooks(task, received))
     model = answer.bundles["model"]
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
@@ -129,24 +139,24 @@ def work(task: Task, site: Site) -> Answer:
 def check(task: Task, site: Site) -> Mapping[str, float]:
     """Evaluate the backbone with the received adapters and head."""
     backbone, received = site.load("backbone"), site.load("model")
-    adapted = hooks(task, backbone, received)
+    adapted = hooks(task, received)
     return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
 
 
 def result(state: State) -> Artefact:
     """The job's own network, with the adapters merged into its weights."""
-    return Artefact("weights", {"network": state.network}, plain(state))
+    return fedavg.weights(state.network, plain(state))
 
 
 def plain(state: State) -> dict[str, np.ndarray]:
     """Shared model as the network's own tensors, adapters merged."""
-    return put_in({**state.params, "network": state.network}, state.backbone, state.model)
+    return put_in({**state.params, "places": places(state.network)}, state.backbone, state.model)
 
 
 def put_in(params: Mapping[str, Any], backbone: Tensors, moved: Tensors) -> dict[str, np.ndarray]:
     """The network's own tensors: the adapters in `moved` merged into its weights, its other tensors taken over."""
     whole = {**backbone, **{name: moved[name] for name in moved if name in backbone}}
-    return lora.merged(whole, moved, lora.spots(backbone, layers.calls(params["network"])), scale(params))
+    return lora.merged(whole, moved, lora.given(params["places"]), scale(params))
 
 
 METHOD = replace(

@@ -19,8 +19,19 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, layers
-from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError, adds_up, expects
+from fedquilt import exact
+from fedquilt.core import (
+    Answer,
+    Contribution,
+    DeviceView,
+    Order,
+    Site,
+    Task,
+    UpdateError,
+    adds_up,
+    expects,
+    same_for_all,
+)
 from fedquilt.methods import fedavg
 
 
@@ -38,21 +49,26 @@ class Sum(fedavg.Sum):
     senders: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
-def units(model: Tensors) -> dict[str, tuple[str, ...]]:
-    """Units of `models.layers.layers`, each with its normalisation's statistics; remaining tensors by module."""
-    found = {layer: set(names) for layer, names in layers.layers(model).items()}
-    of = {name.rpartition(".")[0]: layer for layer, names in found.items() for name in names}
-    for name in model.keys() - {name for names in found.values() for name in names}:
-        module = name.rpartition(".")[0]
-        found.setdefault(of.get(module, module), set()).add(name)
-    return {layer: tuple(sorted(names)) for layer, names in found.items()}
+def units(state: fedavg.State) -> list[tuple[str, ...]]:
+    """Layers, each with its normalisation's statistics; remaining tensors by module."""
+    found = {layer: set(names) for layer, names in state.register.layers().items()}
+    for entry in state.register.tensors:
+        found.setdefault(entry.layer, set()).add(entry.name)
+    return [tuple(sorted(names)) for names in found.values()]
+
+
+@same_for_all
+def send(state: fedavg.State, device: DeviceView) -> Order:
+    """Order training of the whole model, and name the units that are sent or not."""
+    order = fedavg.send(state, device)
+    return replace(order, params={**order.params, "units": units(state)})
 
 
 def work(task: Task, site: Site) -> Answer:
     """Train as FedAvg, then send each layer with probability `keep`."""
     answer = fedavg.work(task, site)
     model = answer.bundles["model"]
-    kept = [names for names in units(model).values() if site.rng.random() < task.params["keep"]]
+    kept = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
@@ -63,7 +79,7 @@ def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
-    came = {name for names in units(state.model).values() if not model.keys().isdisjoint(names) for name in names}
+    came = {name for names in units(state) if not model.keys().isdisjoint(names) for name in names}
     like = replace(state, model={name: state.model[name] for name in sorted(came)})
     so_far = so_far or Sum()
     one = fedavg.fold(like, so_far, update)
@@ -82,4 +98,4 @@ def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
     return replace(state, model={**state.model, **fedavg.cast(mean, state.model)})
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2303.06360", params=Params, work=work, fold=fold, step=step)
+METHOD = replace(fedavg.METHOD, paper="arXiv 2303.06360", params=Params, send=send, work=work, fold=fold, step=step)

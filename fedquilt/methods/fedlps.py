@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -80,9 +79,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         )
     plain, plan = fedavg.init(bundle, params, seed), heterofl.plan_of(bundle)
     begun = _by_width.State(**vars(plain), plan=plan, widths={}, settled=0)
-    calls = layers.calls(begun.network)
-    last = layers.head(begun.model, calls)
-    order = [name for name in layers.layers(begun.model, calls) if name != last]
+    last = begun.register.head()
+    order = [name for name in begun.register.layers() if name != last]
     if params.encoder and not order:
         raise ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
     encoder = tuple(order[: int(params.encoder * (len(order) + 1))])
@@ -102,9 +100,7 @@ def rates(params: Mapping[str, Any]) -> list[float]:
 
 def still(state: State) -> set[str]:
     """Names of the encoder's tensors, with its normalisations' statistics."""
-    found = layers.layers(state.model)
-    modules = {name.rpartition(".")[0] for layer in state.encoder for name in found[layer]}
-    return {name for name in state.model if name.rpartition(".")[0] in modules}
+    return {entry.name for entry in state.register.tensors if entry.layer in state.encoder}
 
 
 def parts(state: State) -> dict[float, Places]:

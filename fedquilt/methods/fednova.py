@@ -65,7 +65,7 @@ def sound(state: fedavg.State, total: Sum, weight: float) -> None:
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update to the sums, divided by its a_i, in place."""
     weight, a = update.weight, length(fedavg.steps_of(update), state.params)
-    model, learned = update.bundles.get("model", {}), set(fedavg.learned(state.model))
+    model, learned = update.bundles.get("model", {}), set(fedavg.learned(state))
     tensors.require_same(model, state.model)
     so_far = so_far or Sum()
     total = {
@@ -82,7 +82,7 @@ def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
         return state
     model = fedavg.mean(total)
     effective = float(total.lengths) / total.weight
-    for name in fedavg.learned(state.model):
+    for name in fedavg.learned(state):
         kept = 1 - effective * float(total.inverse) / total.weight
         model[name] = kept * state.model[name].astype(np.float64) + effective * model[name]
     return replace(state, model=fedavg.cast(model, state.model))

@@ -118,7 +118,8 @@ def init(bundle: Bundle, params: Warmup, seed: int) -> State:
         plan = masks.from_array(bundle.load("masks")["json"])
         masks.require(plan, begun.model)
         if not plan.neurons:
-            raise ModelError("this network has no hidden neurons that masks could choose from: set warmup = 0")
+            why = masks.why_whole(plan) or "it has no hidden layer"
+            raise ModelError(f"masks can leave out no hidden neuron of this network: set warmup = 0; {why}")
     return State(**vars(begun), plan=plan, round=0, reached=0.0, published={})
 
 

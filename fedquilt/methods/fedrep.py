@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors
+from fedquilt import tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -80,7 +80,8 @@ def send(state: State, device: DeviceView) -> Order:
     if state.backbone:
         plain = fedlora.adapted(fedlora.State(**vars(state.of(trained)), backbone=state.backbone))
     still = {"backbone": state.backbone} if state.backbone else {}
-    return fedavg.order(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
+    order = fedavg.order(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
+    return fedlora.placed(order, state.network) if state.backbone else order
 
 
 def whole(site: Site) -> dict[str, np.ndarray]:
@@ -107,7 +108,7 @@ def adapted(task: Task, site: Site) -> tuple[Tensors, Any]:
     if not task.params.get("rank"):
         return {}, None
     backbone = site.load("backbone")
-    return backbone, fedlora.hooks(task, backbone, {}).prepare
+    return backbone, fedlora.hooks(task, {}).prepare
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
@@ -128,7 +129,7 @@ def result(state: State) -> Artefact:
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
         model = fedlora.plain(fedlora.State(**vars(state.of(state.model)), backbone=state.backbone))
-    return Artefact("weights", {"network": state.network, "private": private}, model)
+    return fedavg.weights(state.network, model, private=private)
 
 
 # -- the method -----------------------------------------------------------------------------------
@@ -148,10 +149,11 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
                 "head and rank: the device's own layer is the one that tells classes where adapters are shared"
             )
         both = replace(begun, model=fedlora.shared(begun.model, params.rank, seed, begun.network))
-        return replace(split(both, fedlora.head(begun.model, begun.network)), backbone=begun.model)
-    calls = layers.calls(begun.network)
-    found, last = layers.layers(begun.model, calls), layers.head(begun.model, calls)
+        return replace(split(both, fedlora.head(begun.network)), backbone=begun.model)
+    found, last = begun.register.layers(), begun.register.head() if params.head is None else None
     chosen = params.head if params.head is not None else (last,) if last else ()
+    inside = {entry.module: entry.layer for entry in begun.register.tensors}
+    chosen = tuple(inside.get(name, name) for name in chosen)  # a normalisation goes with its layer
     if params.head is None and last is None:
         raise ModelError('this network has no last linear layer: name the layers that stay, as head = ["conv10"]')
     if odd := sorted(set(chosen) - found.keys()):

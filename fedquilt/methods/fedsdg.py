@@ -32,21 +32,24 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors
+from fedquilt import tensors
 from fedquilt.core import (
     Answer,
     Artefact,
     Bundle,
     Contribution,
+    DeviceView,
     Expected,
     Hooks,
     ModelError,
+    Order,
     Site,
     Step,
     Task,
     Tensors,
     derive_seed,
     expects,
+    same_for_all,
 )
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import Held, hold
@@ -141,6 +144,13 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**begun_with, backbone=begun.model, seed=seed)
 
 
+@same_for_all
+def send(state: State, device: DeviceView) -> Order:
+    """Order training of the shared part and of the device's own, which has the head if that is private."""
+    sent = fedlora.send(state, device)
+    return replace(sent, params={**sent.params, "head_names": fedlora.head(state.network)})
+
+
 @expects(lambda state: Expected({"delta": state.model}))
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     """Hold an update's change of the shared part, up to `most` of a round."""
@@ -197,11 +207,11 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def result(state: State) -> Artefact:
     """Network with the shared adapters merged into its weights: every gate shut."""
-    spots = lora.spots(state.backbone, layers.calls(state.network))
+    spots = fedlora.places(state.network)
     private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
     if state.params["head"] == "private":
-        private.update(fedlora.head(state.backbone, state.network))
-    return Artefact("weights", {"network": state.network, "private": sorted(private)}, fedlora.plain(state))
+        private.update(fedlora.head(state.network))
+    return fedavg.weights(state.network, fedlora.plain(state), private=sorted(private))
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -211,20 +221,18 @@ def work(task: Task, site: Site) -> Answer:
     """Train shared part, own branch and gates together; the change of the shared part alone is sent."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = own(task, site, backbone)
-    answer = fedavg.trained(task, site, {**backbone, **received, **mine}, hooks(task, backbone, received, mine))
+    answer = fedavg.trained(task, site, {**backbone, **received, **mine}, hooks(task, received, mine))
     model = answer.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}
-    return replace(
-        answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gates(task, backbone, kept)}, local=kept
-    )
+    return replace(answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gates(task, kept)}, local=kept)
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
     """Evaluate with the own branch."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _evaluated(task, site, backbone)
-    adapted = hooks(task, backbone, received, mine)
+    adapted = hooks(task, received, mine)
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
 
 
@@ -233,7 +241,7 @@ def personal(task: Task, site: Site) -> Tensors:
     backbone, received = site.load("backbone"), site.load("model")
     mine = _evaluated(task, site, backbone)
     whole = fedlora.put_in(task.params, backbone, {**received, **mine})
-    return lora.merged_own(whole, mine, gated(task, backbone), fedlora.scale(task.params))
+    return lora.merged_own(whole, mine, gated(task), fedlora.scale(task.params))
 
 
 def _evaluated(task: Task, site: Site, backbone: Tensors) -> Tensors:
@@ -256,9 +264,9 @@ def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
         ModelError: the kept values belong to another network, rank or choice of gates.
     """
     rng = tensors.rng(task.params["own_seed"], site.device)
-    first = lora.own(backbone, gated(task, backbone), task.params["rank"], rng, task.params["gate"])
+    first = lora.own(backbone, gated(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
-        first.update({name: backbone[name] for name in fedlora.head(backbone, task.params["network"])})
+        first.update({name: backbone[name] for name in task.params["head_names"]})
     if not site.local:
         return first
     shapes = {name: array.shape for name, array in first.items()}
@@ -269,15 +277,15 @@ def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
     return dict(site.local)
 
 
-def gated(task: Task, backbone: Tensors) -> tuple[lora.Spot, ...]:
+def gated(task: Task) -> tuple[lora.Spot, ...]:
     """Layers behind each gate, by gate."""
-    spots = lora.spots(backbone, layers.calls(task.params["network"]))
+    spots = lora.given(task.params["places"])
     return lora.by_layer(spots) if task.params["gates"] == "layer" else spots
 
 
-def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Hooks:
+def hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
     """Hooks for both branches in the network, three rates, and the penalties of Eq. 5."""
-    places, params = gated(task, backbone), task.params
+    places, params = gated(task), task.params
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import lora_torch
@@ -307,11 +315,11 @@ def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Ho
     return Hooks(prepare=prepare, steps=(Step(rate=rate, penalty=penalty),))
 
 
-def _gates(task: Task, backbone: Tensors, held: Tensors) -> dict[str, float]:
+def _gates(task: Task, held: Tensors) -> dict[str, float]:
     """Metrics "gate.00", ... -> m, 0..1, by block, if the job reports gates."""
     if not task.params["tell_gates"]:
         return {}
-    opened = lora.openness(held, gated(task, backbone))
+    opened = lora.openness(held, gated(task))
     return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(opened)}
 
 
@@ -321,6 +329,7 @@ METHOD = replace(
     params=Params,
     state=State,
     init=init,
+    send=send,
     work=work,
     check=check,
     fold=fold,

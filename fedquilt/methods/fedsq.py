@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, tensors
+from fedquilt import layer_costs, tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -42,11 +42,10 @@ from fedquilt.core import (
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import gate_cache
+from fedquilt.tensor_register import BATCH_NORMS, Register
 
 if TYPE_CHECKING:
     from fedquilt.models.partial.dual_copy import DualCopy
-
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Split the network by the schedule.
 
     Raises:
-        ModelError: an unknown module in `trained`, or nothing in it to train.
+        ModelError: an unknown module in `trained`, or nothing in it to train; or a tensor that two modules share, or a
+            running statistic of a module that is no batch norm.
     """
     begun = fedavg.init(bundle, params, seed)
     schedule = bundle.meta.get("schedule") or {}
@@ -87,7 +87,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         if not any(covers([part], name) for name in begun.model):
             known = ", ".join(sorted({name.split(".")[0] for name in begun.model}))
             raise ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
-    model = travelling(begun.model, trained, params.bn)
+    require_separable(begun.register)
+    model = travelling(begun, trained, params.bn)
     if not model:
         raise ModelError(f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}")
     settled = replace(begun, model=model, params={**begun.params, "trained": trained})
@@ -99,10 +100,26 @@ def covers(trained: list[str], name: str) -> bool:
     return any(name == part or name.startswith(part + ".") for part in trained)
 
 
-def travelling(model: Tensors, trained: list[str], bn: str) -> dict[str, np.ndarray]:
+def require_separable(register: Register) -> None:
+    """Raise ModelError where the network cannot be taken apart into two copies; names the tensor."""
+    for entry in register.tensors:
+        if entry.aliases:
+            raise ModelError(
+                f"the tensor {entry.name!r} is {entry.aliases[0]!r} as well: FedSQ trains one copy of a part of the "
+                "network, so give each module tensors of its own, or take another method"
+            )
+        if register.running(entry.name) and entry.type not in BATCH_NORMS:
+            raise ModelError(
+                f"the tensor {entry.name!r} is a statistic of {entry.type}, and FedSQ cannot take it apart: "
+                "take torch's own normalisation, or another method"
+            )
+
+
+def travelling(begun: fedavg.State, trained: list[str], bn: str) -> dict[str, np.ndarray]:
     """Tensors sent in a round: the trained modules; batch norm's statistics only where these are trained too."""
-    inside = {name: array for name, array in model.items() if covers(trained, name)}
-    return {name: array for name, array in inside.items() if bn == "train" or name.rpartition(".")[2] not in STATISTICS}
+    entries = [entry for entry in begun.register.tensors if covers(trained, entry.name)]
+    kept = [each.name for each in entries if bn == "train" or each.kind == "parameter" or not each.normalises]
+    return {name: begun.model[name] for name in kept}
 
 
 def send(state: State, device: DeviceView) -> Order:
@@ -155,7 +172,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 def result(state: State) -> Artefact:
     """Both copies, or with gates = "own" the plain network."""
-    meta = {"network": state.network, "trained": state.params["trained"]}
+    meta = {"network": tensor_register.plain(state.network), "trained": state.params["trained"]}
     trained = {**state.frozen, **state.model}
     if state.params["gates"] == "own":
         return Artefact("weights", meta, trained)

@@ -57,6 +57,8 @@ class Ordered:
         """Insert hooks that set the outputs of dropped units to 0 for every layer that reads them, in training."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
+        from fedquilt.models.networks import tensor_register
+
         inner = dict(module.named_modules())
         for each in inner.values():
             if isinstance(each, _BatchNorm):
@@ -64,7 +66,8 @@ class Ordered:
         for name, follow in self._plan.follows.items():
             path, _, leaf = name.rpartition(".")
             if leaf == "weight" and follow.into:
-                inner[path].register_forward_pre_hook(self._hook(follow.into, follow.repeat))
+                for each in {each for _, each in tensor_register.sharers(module, path)}:
+                    each.register_forward_pre_hook(self._hook(follow.into, follow.repeat))
         return module
 
     def marks(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:

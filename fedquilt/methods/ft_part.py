@@ -16,7 +16,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt import layers
 from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
 from fedquilt.methods import fedavg, fedrep, ft_full
 
@@ -36,14 +35,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
         ModelError: the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
-    calls = layers.calls(begun.network)
-    found, last = layers.layers(begun.model, calls), layers.head(begun.model, calls)
+    found, last = begun.register.layers(), begun.register.head()
     if last is None:
         raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]
     moved = {name for layer in order[-params.layers :] for name in found[layer]}
-    modules = {name.rpartition(".")[0] for name in moved}
-    moved |= {name for name in begun.model if name.rpartition(".")[0] in modules}
+    moved |= begun.register.modules({entry.module for entry in begun.register.tensors if entry.name in moved})
     return fedrep.split(begun, begun.model.keys() - moved)
 
 
@@ -71,7 +68,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 def result(state: fedrep.State) -> Artefact:
     """The whole network: its frozen layers are the same on all devices."""
-    return Artefact("weights", {"network": state.network}, {**state.own, **state.model})
+    return fedavg.weights(state.network, {**state.own, **state.model})
 
 
 METHOD = replace(

@@ -19,7 +19,8 @@ Privacy: a fingerprint's first vector is close to the mean of the device's examp
 first rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
 
 Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`. A layer is a
-weight tensor with its bias and normalisation; running statistics stay on the device. The last layer is not shared
+weight tensor with its bias and normalisation, and a gain around layers goes with the first of them; running
+statistics stay on the device. The last layer is not shared
 unless `share_head`: with the head of known classes, unknown ones begin worse. Penalties apply to layers that some
 device of the cluster has sent. Both losses are one step (the text's "total objective"), not two in turn. L_t is the
 coordinator's: one number for all, guided by the mean accuracy that devices measure on their held-out shares. The fewest
@@ -37,7 +38,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, layer_costs, tensors
+from fedquilt import exact, layer_costs, tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -52,9 +53,9 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
 )
-from fedquilt.layers import calls, head, layers
 from fedquilt.methods import fedavg
 from fedquilt.models import learngene, subspaces
+from fedquilt.tensor_register import ATTENTION, Register
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -125,11 +126,10 @@ class Sum:
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start in the fingerprint phase, with all layers but the head to share."""
     begun = fedavg.init(bundle, params, seed)
-    order = calls(begun.network)
-    found = layers(begun.model, order)
+    found = units(begun.register)
     first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
     known = {name for names in found.values() for name in names}
-    last = None if params.share_head else head(begun.model, order)
+    last = None if params.share_head else begun.register.head()
     shared = tuple(layer for layer in found if layer != last) or tuple(found)
     return State(
         params=begun.params,
@@ -143,6 +143,21 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         size=min(params.first_layers or len(shared), len(shared)),
         shared=shared,
     )
+
+
+def units(register: Register) -> dict[str, tuple[str, ...]]:
+    """Layer -> its parameters; those of a module around layers, such as a gain, go with the first layer called in it.
+
+    By itself a gain of one number would always be among the smallest scores, and in the end all that is shared.
+    """
+    found = register.layers()
+    units = {layer: list(names) for layer, names in found.items()}
+    for layer in found:
+        inner = [each for each in found if each != layer and (not layer or each.startswith(f"{layer}."))]
+        attention = any(each.module == layer and each.type == ATTENTION for each in register.tensors)
+        if inner and not attention:
+            units[inner[0]] += units.pop(layer)
+    return {layer: tuple(sorted(names)) for layer, names in units.items()}
 
 
 def send(state: State, device: DeviceView) -> Order | None:
@@ -373,7 +388,9 @@ def result(state: State) -> Artefact:
         for name, array in part.items()
     }
     genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
-    return Artefact("genes", {"network": state.network, "genes": genes, "members": list(state.members)}, held)
+    return Artefact(
+        "genes", {"network": tensor_register.plain(state.network), "genes": genes, "members": list(state.members)}, held
+    )
 
 
 METHOD = replace(

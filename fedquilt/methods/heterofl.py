@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, metrics, tensors
+from fedquilt import metrics, tensors
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -88,7 +88,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     if metrics.task_of(bundle.meta["network"]) != "classes":
         params = replace(params, masked=False)  # there are no classes that a device could lack
     begun = by_width(bundle, params, seed)
-    if params.masked and layers.head(begun.model, layers.calls(begun.network)) is None:
+    if params.masked and begun.register.head() is None:
         raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
     return begun
 
@@ -113,13 +113,14 @@ def plan_of(bundle: Bundle) -> Plan:
     plan = masks.from_array(bundle.load("masks")["json"])
     masks.require(plan, bundle.load("model"))
     if not plan.neurons:
-        raise ModelError("this network has no hidden units that could be left out: it cannot be cut by width")
+        why = masks.why_whole(plan) or "it has no hidden layer"
+        raise ModelError(f"no hidden unit of this network can be left out, so it cannot be cut by width: {why}")
     return plan
 
 
 def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
     """First statistics of each part: the network's own."""
-    names = [name for name in state.model if name.rpartition(".")[2] in layers.STATISTICS]
+    names = [each.name for each in state.register.tensors if each.normalises and each.kind != "parameter"]
     return {
         f"{rate:g}": width_parts.cut(state.model, {name: at[name] for name in names})
         for rate, at in sorted(parts.items())
@@ -175,7 +176,8 @@ def parts_of(state: State) -> dict[float, Places]:
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the leading channels that the device's memory tier allows."""
     rate = rate_of(state, device)
-    return at_rate(state, order(state, part(state, rate), rate, state.widths.get(f"{rate:g}")))
+    found = at_rate(state, order(state, part(state, rate), rate, state.widths.get(f"{rate:g}")))
+    return replace(found, params={**found.params, "head": state.register.head()})
 
 
 def at_rate(state: State, given: Order) -> Order:
@@ -199,7 +201,7 @@ def work(task: Task, site: Site) -> Answer:
     hooks = hooks_of(task, site)
     if not task.params["masked"]:
         return fedavg.work(task, site, hooks)
-    classes = len(site.load("model")[f"{layers.head(site.load('model'), layers.calls(task.params['network']))}.weight"])
+    classes = len(site.load("model")[f"{task.params['head']}.weight"])
     held = np.isin(np.arange(classes), site.train.y)
     if not held.all():
         narrow = hooks.prepare or (lambda module: module)
@@ -229,7 +231,9 @@ def sent_by(update: Contribution) -> Mapping[str, Any]:
 
 def taken(state: State) -> Expected:
     """A part of the model, and where a device says them its classes."""
-    last = f"{layers.head(state.model, layers.calls(state.network))}.weight"
+    if not state.params.get("masked"):
+        return fedavg.part(state)
+    last = f"{state.register.head()}.weight"
     held = {"held": tensors.Shaped(state.model[last].shape[:1], np.dtype(np.uint8))}
     return Expected({"model": state.model, "classes": held}, whole=False)
 
@@ -268,7 +272,7 @@ def gather(
     key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
     tensors.require_finite(sent)
     if rows is not None:
-        last = layers.head(state.model, layers.calls(state.network))
+        last = state.register.head()
         for name in (f"{last}.weight", f"{last}.bias"):
             if name in at:
                 at[name], sent = (rows, at[name][1]), {**sent, name: sent[name][rows]}
@@ -290,7 +294,7 @@ def held_by(state: State, update: Contribution) -> np.ndarray:
     Raises:
         UpdateError: the update does not report them.
     """
-    last = f"{layers.head(state.model, layers.calls(state.network))}.weight"
+    last = f"{state.register.head()}.weight"
     told = update.bundles.get("classes", {})
     tensors.require_same(told, {"held": np.zeros(len(state.model[last]), np.uint8)})
     return np.flatnonzero(told["held"])

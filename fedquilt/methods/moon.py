@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, Hooks, ModelError, Order, Site, Step, Task
+from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
 from fedquilt.methods import fedavg
 
 
@@ -35,22 +35,13 @@ class Params(fedavg.Params):
 class Contrast:
     """The hooks that add mu * l_con."""
 
-    def __init__(self, mu: float, temperature: float) -> None:
-        self._mu, self._temperature = mu, temperature
+    def __init__(self, mu: float, temperature: float, head: str) -> None:
+        self._mu, self._temperature, self._head = mu, temperature, head
         self._seen: Any = None  # (n, features) that entered the last linear layer in the last forward pass
 
     def prepare(self, module: Any) -> Any:
-        """Hook into the last linear layer's input.
-
-        Raises:
-            ModelError: the network has no linear layer.
-        """
-        from torch import nn
-
-        linear = [each for each in module.modules() if isinstance(each, nn.Linear)]
-        if not linear:
-            raise ModelError("MOON compares what enters the last linear layer, and this network has none")
-        linear[-1].register_forward_pre_hook(self._look)
+        """Hook into the classifier's input."""
+        module.get_submodule(self._head).register_forward_pre_hook(self._look)
         return module
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
@@ -58,12 +49,16 @@ class Contrast:
         import torch
         from torch.nn import functional as F
 
+        from fedquilt.models.networks import tensor_register
+
+        places = tensor_register.places(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
         with torch.no_grad():
             for anchor in ("start", "previous"):
-                torch.func.functional_call(module, anchors[anchor], (x,), tie_weights=False)
+                other = {place: anchors[anchor][name] for place, name in places.items()}
+                torch.func.functional_call(module, other, (x,), tie_weights=False)
                 likeness.append(self._seen)
         for each, mode in modes:
             each.training = mode
@@ -75,16 +70,29 @@ class Contrast:
         self._seen = inputs[0]
 
 
+def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+    """Start as FedAvg.
+
+    Raises:
+        ModelError: the network has no linear layer.
+    """
+    begun = fedavg.init(bundle, params, seed)
+    if begun.register.head() is None:
+        raise ModelError("MOON compares what enters the last linear layer, and this network has none")
+    return begun
+
+
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training with two more forward passes, once a device has a model of its own, and one more copy."""
-    return fedavg.order(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    order = fedavg.order(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    return replace(order, params={**order.params, "head": state.register.head()})
 
 
 def work(task: Task, site: Site) -> Answer:
     """Train with the contrastive term once the device has a last model; keeps the new one."""
     hooks = Hooks()
     if site.local:
-        contrast = Contrast(task.params["mu"], task.params["temperature"])
+        contrast = Contrast(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
             prepare=contrast.prepare,
             anchors={"previous": site.local},
@@ -99,6 +107,7 @@ METHOD = replace(
     paper="arXiv 2103.16257",
     params=Params,
     engines=("torch",),
+    init=init,
     send=send,
     work=work,
 )

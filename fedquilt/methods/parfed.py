@@ -11,15 +11,16 @@ In a network without convolutions, weight matrices other than the head's take th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt import layers
-from fedquilt.core import Bundle, ModelError, Tensors
+from fedquilt.core import Bundle, ModelError
 from fedquilt.methods import fedavg, fedrep
+from fedquilt.tensor_register import ATTENTION, CONVOLUTIONS
+
+MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)  # modules whose weights are matrices
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,35 @@ class Params(fedavg.Params):
     layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all learned tensors
 
 
-def weights(model: Tensors, calls: Sequence[str]) -> list[str]:
+def weights(begun: fedavg.State) -> list[str]:
     """Names of the weights of convolutions larger than 1x1, in network order; without any, of the linear layers.
+
+    Attention's and recurrent layers' own matrices count as linear layers' weights.
 
     Raises:
         ModelError: there are neither, or only the head's.
     """
-    names = layers.ordered(fedavg.learned(model), calls)
-    found = [name for name in names if model[name].ndim > 2 and max(model[name].shape[2:]) > 1]
+    register, model = begun.register, begun.model
+    names = register.ordered(fedavg.learned(begun))
+    types = {entry.name: entry.type for entry in register.tensors}
+    found = [name for name in names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1]
     if not found:
-        last = layers.layers(model).get(layers.head(model, calls) or "", ())
-        found = [name for name in names if model[name].ndim == 2 and name not in last]
+        last = register.layers().get(register.head() or "", ())
+        found = [name for name in names if types[name] in MATRICES and model[name].ndim == 2 and name not in last]
     if not found:
         raise ModelError("this network has no convolutions and one linear layer: there is no part of it to share")
     return found
 
 
-def tail(model: Tensors, count: int, calls: Sequence[str]) -> set[str]:
+def tail(begun: fedavg.State, count: int) -> set[str]:
     """Names of the last `count` of `weights`, or of all if there are fewer."""
-    return set(weights(model, calls)[-count:]) if count else set()
+    return set(weights(begun)[-count:]) if count else set()
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Leave the last convolutions and all statistics to the devices."""
     begun = fedavg.init(bundle, params, seed)
-    shared = set(fedavg.learned(begun.model)) - tail(begun.model, params.layers, layers.calls(begun.network))
+    shared = set(fedavg.learned(begun)) - tail(begun, params.layers)
     return fedrep.split(begun, begun.model.keys() - shared)
 
 

@@ -66,7 +66,8 @@ class Envelope:
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Proximal term lambda/2 |theta - w|^2."""
-        self._w = anchors["w"]
+        if not self._w:
+            self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}
         return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
 
     def _next(self, module: Any) -> None:
@@ -79,7 +80,7 @@ class Envelope:
                     self._w[name].sub_(self._rate * (self._w[name] - value))
 
     def closed(self, theta: Tensors) -> dict[str, np.ndarray]:
-        """Final w, after its last step towards `theta`; statistics are theta's."""
+        """Final w, after its last step towards `theta`; buffers are theta's."""
         moved = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
             name: (moved[name] - self._rate * (moved[name] - array)).astype(array.dtype) if name in moved else array
@@ -97,8 +98,7 @@ def work(task: Task, site: Site) -> Answer:
     """Train theta and w together; sends w and keeps theta."""
     received = site.load("model")
     envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
-    w = {name: received[name] for name in fedavg.learned(received)}
-    answer = fedavg.trained(task, site, received, Hooks(steps=envelope.steps, anchors={"w": w}))
+    answer = fedavg.trained(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
     theta = answer.bundles["model"]
     return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
 
@@ -127,7 +127,7 @@ def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:
     if total is None:
         return state
     model, beta = fedavg.mean(total), state.params["beta"]
-    for name in fedavg.learned(model):
+    for name in fedavg.learned(state):
         model[name] = (1 - beta) * state.model[name] + beta * model[name]
     return replace(state, model=fedavg.cast(model, state.model))
 

@@ -136,7 +136,7 @@ def step(state: State, total: Held | None) -> State:
     if size > 1:
         groups = robust.buckets(len(devices), size, tensors.rng(state.seed, "buckets", total.round))
     updates = [total.sent[device] for device in devices]
-    rows, learned = robust.Rows(updates, groups), fedavg.learned(state.model)
+    rows, learned = robust.Rows(updates, groups), fedavg.learned(state)
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
     merged, sentence = _merged(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]

@@ -82,7 +82,7 @@ class Sum(fedavg.Sum):
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start with control variates of 0."""
     begun = fedavg.init(bundle, params, seed)
-    control = {name: np.zeros_like(begun.model[name]) for name in fedavg.learned(begun.model)}
+    control = {name: np.zeros_like(begun.model[name]) for name in fedavg.learned(begun)}
     return State(**vars(begun), control=control, known=0)
 
 

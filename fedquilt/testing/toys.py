@@ -18,6 +18,7 @@ from fedquilt.core import BlobRef, Bundle, Examples, Method, Order, Site, Task
 from fedquilt.data import images
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.models.partial import masks
+from fedquilt.tensor_register import Entry, Kind, Register
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation import run as simulated
 from fedquilt.tools.simulation.carriers import Hands
@@ -236,13 +237,37 @@ def to_train(
     network: dict[str, Any] | None = None,
     model: dict[str, np.ndarray] | None = None,
     plan: masks.Plan | None = None,
+    kinds: Mapping[str, Kind] | None = None,
 ) -> Bundle:
-    """Bundle of a network, its first tensors and plan of masks, if any; by default a small one for the numpy engine."""
+    """Bundle of a network, its first tensors and plan of masks, if any; by default a small one for the numpy engine.
+
+    With `kinds` the network need not exist: its tensors are of these kinds, and parameters where none is given.
+    """
     start = numpy_engine.init(MLP, 0) if model is None else model
     plan = plan if network else MLP_MASKS
     parts = {"model": start, **({"masks": {"json": masks.to_array(plan)}} if plan else {})}
-    meta = {"network": network or MLP, "flops": 100.0}
+    meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}
+    meta |= registered(network or MLP) if kinds is None else {"register": of_kinds(start, kinds)}
     return Bundle(meta, files(parts), lambda name: parts[name])
+
+
+def of_kinds(model: Mapping[str, np.ndarray], kinds: Mapping[str, Kind]) -> Register:
+    """Register of tensors of these kinds, and of parameters where none is given."""
+    rows = []
+    for name in model:
+        path = name.rpartition(".")[0]
+        kind = kinds.get(name, "parameter")
+        rows.append(Entry(name, kind, path, path, "toys.Module", normalises=False, trained=True))
+    return Register(tuple(rows))
+
+
+def registered(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Register of a network's tensors as `fedquilt prepare` writes it; nothing for an `mlp`, whose table says it."""
+    if network.get("name") == "mlp":
+        return {}
+    from fedquilt.models.networks import registry, tensor_register
+
+    return {"register": tensor_register.trace(registry.build(network), registry.input_shape(network))}
 
 
 def learners(count: int = 3, examples: int = 16) -> list[Member]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import footprint
+from fedquilt import footprint, tensor_register
 from fedquilt.core import ModelError
 from fedquilt.layer_costs import Layer
 from fedquilt.models.networks import registry
@@ -49,9 +49,9 @@ def flops(network: Mapping[str, Any]) -> float:
     return float(sum(2 * out * into for out, into in layers(network).values()))
 
 
-def calls(network: Mapping[str, Any]) -> list[str]:
-    """Paths of its modules in the order of calls, as `models.networks.calls` traces them."""
-    return ["", *map(str, range(2 * len(_widths(network)) - 2))]
+def register(network: Mapping[str, Any]) -> tensor_register.Register:
+    """Register of its tensors, as `models.networks.tensor_register` traces it."""
+    return tensor_register.dense(len(_widths(network)) - 1)
 
 
 def costs(network: Mapping[str, Any]) -> list[Layer]:
@@ -97,7 +97,7 @@ def _widths(network: Mapping[str, Any]) -> Sequence[int]:
     Raises:
         ModelError: see `weights`.
     """
-    own = {key: value for key, value in network.items() if key not in ("name", "input", "calls", "task")}
+    own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
     hidden = own.pop("hidden", (64,))
     between = hidden if isinstance(hidden, list | tuple) else (hidden, None)
     given = [own.pop("inputs", None), *between, own.pop("classes", None)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.models.networks import registry
+from fedquilt.models.networks import registry, tensor_register
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
@@ -94,7 +94,7 @@ def unfilled(network: Mapping[str, Any], reading: Mapping[str, Any] | None = Non
         ModelError: an operation has no ONNX, or a tensor of the network is none of the graph's.
     """
     model = registry.load(network, seed=0)
-    held = {name: value for name, value in model.state_dict().items() if value.dtype.is_floating_point}
+    held = {name: value.detach() for name, value in tensor_register.own(model).items() if value.is_floating_point()}
     draws = torch.Generator().manual_seed(0)
     for value in held.values():  # no two alike: the exporter makes one of tensors that are equal
         value.copy_(torch.rand(value.shape, generator=draws) + 0.5)

@@ -4,7 +4,7 @@ A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 
 functions of `fedquilt.models.networks.small`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
 `torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
 with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input"
-(see `fedquilt.data.inputs`) says what it expects, "calls" in which order its modules are used (`fedquilt.layers`),
+(see `fedquilt.data.inputs`) says what it expects, "register" what its tensors are (`fedquilt.tensor_register`),
 "task" what it predicts (`fedquilt.metrics`): with "regression" and "labels" its `classes` count its outputs. Building
 looks at none of the three.
 """
@@ -45,7 +45,7 @@ def build(network: Mapping[str, Any]) -> nn.Module:
     """
     table = dict(network)
     name = str(table.pop("name", ""))
-    for key in ("input", "calls", "task"):
+    for key in ("input", "register", "task"):
         table.pop(key, None)
     factory = _factory(name)
     if "classes" in table and name.startswith("torchvision/"):

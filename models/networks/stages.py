@@ -39,24 +39,31 @@ def first(
     Raises:
         ModelError: names do not tell the order in which the network's layers are used.
     """
+    from torch import nn
+
     called: set[str] = set()
-    kept = {name.rpartition(".")[0] for name in start}
+    held = {id(value) for name, value in module.state_dict(keep_vars=True).items() if name in start}
     heard: dict[int, Any] = {}
     inner = dict(module.named_modules())
+    kept = {path for path, each in inner.items() if any(id(value) in held for value in _own(each))}
     for index, stage in enumerate(looks):
         last = index == len(looks) - 1 and not whole
         inner[stage.entrance].register_forward_pre_hook(_Look(heard, index, stage, last))
     for path, each in inner.items():
-        if not path or not [*each.parameters(recurse=False), *each.buffers(recurse=False)]:
+        if not path or not _own(each):
             continue
         if path in kept:
             each.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
-        elif not any(path == stage.entrance for stage in looks):
+        elif not any(each.children()) and not any(path == stage.entrance for stage in looks):
             _replace(module, path)
-        else:  # only its input is read, it is never run
+        else:  # only an input is read, of the layer or of one in it, and it is never run to its end
             for leaf in [*dict(each.named_parameters(recurse=False)), *dict(each.named_buffers(recurse=False))]:
                 setattr(each, leaf, None)
-    used, plain = {path for path in kept if path in inner and path}, _forward(module)
+    within = {path: inner[path.rpartition(".")[0]] for path in kept if path}
+    used = {
+        path for path, each in within.items() if not isinstance(each, nn.MultiheadAttention)
+    }  # reads, calls nothing
+    plain = _forward(module)
 
     def forward(x: Any) -> Any:
         heard.clear()
@@ -99,6 +106,10 @@ def exits(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
         return torch.stack([*(linear(x) for linear, x in zip(module.exit, told, strict=True)), scores]).mean(dim=0)
 
     return add_exits(first(module, module.state_dict(), found, answer, whole=True), found, classes)
+
+
+def _own(module: Any) -> list[Any]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _forward(module: Any) -> Callable[[Any], Any]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedquilt import layers
 from fedquilt.core import ModelError, Tensors
 from fedquilt.models.networks.stages import Stage
+from fedquilt.tensor_register import Register
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,40 @@ class Body:
     classes: int
 
 
-def body(model: Tensors, count: int, calls: Sequence[str] = ()) -> Body:
+def body(model: Tensors, count: int, register: Register) -> Body:
     """Split the network into `count` stages, or as many as it has blocks.
 
     A block is given by the first number in its layers' names ("layer1.0"), or is a layer without one ("conv1"). A block
     without weights to hear anything with, a last normalisation or the embedding of places, goes with its neighbour.
 
     Raises:
-        ModelError: it has no last linear layer, or nothing before it.
+        ModelError: it has no last linear layer, or nothing before it, or two stages share a tensor.
     """
-    found, head = layers.layers(model, calls), layers.head(model, calls)
+    found, head = register.layers(), register.head()
     if head is None:
         raise ModelError("this network has no last linear layer: it cannot be cut by depth")
     blocks: dict[str, list[str]] = {}
     for layer in found:
         if layer != head:
-            blocks.setdefault(_block(layer), []).append(layer)
+            blocks.setdefault(_block(_called(register, layer)), []).append(layer)
     whole = _joined(model, list(blocks.values()))
     if not whole:
         raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
     parts = np.array_split(np.arange(len(whole)), min(count, len(whole)))
     members = [[layer for i in part for layer in whole[i]] for part in parts]
-    stages = tuple(Stage(some[0], _heard(model, some), _all(model, found, some)) for some in members)
+    stages = tuple(Stage(_entrance(register, some), _heard(model, some), _all(register, some)) for some in members)
+    if len(stages) > 1:
+        _require_apart(register, [*members, [head]])
     classes, features = model[f"{head}.weight"].shape
-    return Body(stages, head, _all(model, found, [head]), int(features), int(classes))
+    return Body(stages, head, _all(register, [head]), int(features), int(classes))
+
+
+def _called(register: Register, layer: str) -> str:
+    """The layer, or the module around it that is called where the layer is not, as attention's projection is not."""
+    path = layer
+    while path and path not in register.calls:
+        path = path.rpartition(".")[0]
+    return path or layer
 
 
 def _block(layer: str) -> str:
@@ -73,6 +83,12 @@ def _joined(model: Tensors, blocks: Sequence[list[str]]) -> list[list[str]]:
     return found
 
 
+def _entrance(register: Register, some: Sequence[str]) -> str:
+    """First layer of torch's own that is called: where another module has its channels is not known."""
+    types = {entry.module: entry.type for entry in register.tensors}
+    return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
+
+
 def _weights(model: Tensors, some: Sequence[str]) -> list[tuple[int, ...]]:
     """Shapes of these layers' weights: tensors of two dimensions or more."""
     shapes = [model[f"{layer}.weight"].shape for layer in some if f"{layer}.weight" in model]
@@ -88,6 +104,17 @@ def _heard(model: Tensors, some: Sequence[str]) -> int:
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])
 
 
-def _all(model: Tensors, found: dict[str, tuple[str, ...]], some: Sequence[str]) -> tuple[str, ...]:
-    modules = {name.rpartition(".")[0] for layer in some for name in found[layer]}
-    return tuple(sorted(name for name in model if name.rpartition(".")[0] in modules))
+def _all(register: Register, some: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in register.tensors if entry.layer in some))
+
+
+def _require_apart(register: Register, members: Sequence[Sequence[str]]) -> None:
+    """Raise ModelError if a tensor is used in two stages: each stage trains, and sends, tensors of its own."""
+    stage = {_block(layer): number for number, some in enumerate(members) for layer in some}
+    for entry in register.tensors:
+        for alias in entry.aliases:
+            if stage.get(_block(alias.rpartition(".")[0]), -1) != stage.get(_block(entry.layer)):
+                raise ModelError(
+                    f"the tensor {entry.name!r} is {alias!r} as well, in another part of the network: a network whose "
+                    "parts share tensors cannot be cut by depth, so give each its own or take another method"
+                )

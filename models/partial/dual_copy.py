@@ -184,7 +184,7 @@ class DualCopy:
                     if gate.cap is None
                     else graph.call_function(capped, (z, *masks[node], gate.cap))
                 )
-            elif node in self._late or node.op == "get_attr":
+            elif node in self._late or (node.op == "get_attr" and not self._late.keys().isdisjoint(node.users)):
                 copies[node] = quiet(graph.node_copy(node, copies.__getitem__))
         return graph
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedquilt import layers
 from fedquilt.core import ModelError, Tensors
+from fedquilt.tensor_register import ATTENTION, Register
 
 SHARED = ("lora_a", "lora_b")
 OWN = ("own_a", "own_b")
@@ -33,8 +33,8 @@ class Spot(NamedTuple):
     layers: tuple[str, ...]
 
 
-def spots(model: Tensors, calls: Sequence[str] = ()) -> tuple[Spot, ...]:
-    """Find the layers to adapt, by names and shapes alone.
+def spots(register: Register) -> tuple[Spot, ...]:
+    """Find the layers to adapt.
 
     In a transformer each block's attention output projection and last linear layer (FedSDG,
     section 3.4). In a network without attention every linear layer except the last is a block of its own.
@@ -42,20 +42,20 @@ def spots(model: Tensors, calls: Sequence[str] = ()) -> tuple[Spot, ...]:
     Raises:
         ModelError: there is nothing to adapt.
     """
-    head = layers.head(model, calls)
-    attentions = [name.rpartition(".")[0] for name in model if name.rpartition(".")[2] == "in_proj_weight"]
-    flat = [name.removesuffix(".weight") for name in model if name.endswith(".weight") and model[name].ndim == 2]
+    head = register.head()
+    attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
+    flat = {entry.module for entry in register.tensors if entry.type == "Linear" and entry.leaf == "weight"}
     found = []
-    for attention in layers.ordered(attentions, calls):
+    for attention in register.ordered(attentions):
         block = attention.rpartition(".")[0]
         others = [each for each in flat if each.startswith(f"{block}.") and not each.startswith(f"{attention}.")]
         if not block or not others or f"{attention}.out_proj" not in flat:
             raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
-        found.append(Spot(block, (f"{attention}.out_proj", layers.ordered(others, calls)[-1])))
+        found.append(Spot(block, (f"{attention}.out_proj", register.ordered(others)[-1])))
     if not attentions:
-        found = [Spot(each, (each,)) for each in layers.ordered(flat, calls) if each != head]
+        found = [Spot(each, (each,)) for each in register.ordered(flat) if each != head]
     if not found:
-        raise ModelError("LoRA adapts linear layers, and this network has none before its head: take a transformer")
+        raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ What they compute and how their tensors are named: `fedquilt.models.partial.lora
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedquilt.core import ModelError
+from fedquilt.models.networks import tensor_register
 from fedquilt.models.networks.vit import Attention
 from fedquilt.models.partial.lora import GATE, OWN, SHARED, Spot
 
@@ -27,6 +29,12 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         for a, b in (SHARED, OWN) if own else (SHARED,):
             self.register_parameter(a, nn.Parameter(torch.zeros(into, rank)))
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
+
+    def beside(self, linear: nn.Linear) -> LoraLinear:
+        """A layer with the same weight and adapter, and the bias of `linear`."""
+        other = copy.copy(self)
+        other._parameters = {**self._parameters, "bias": linear.bias}
+        return other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Adapted values (..., out) of values (..., in)."""
@@ -46,7 +54,7 @@ def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *
     for name, each in list(module.named_modules()):
         if isinstance(each, nn.MultiheadAttention):
             try:
-                _put(module, name, Attention.of(each))
+                _replace(module, each, Attention.of(each))
             except ValueError as error:
                 raise ModelError(f"{name}: {error}") from None
     for spot in places:
@@ -58,8 +66,7 @@ def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *
                 linear = None
             if not isinstance(linear, nn.Linear):
                 raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
-            made.append(LoraLinear(linear, rank, scale, own=own))
-            _put(module, layer, made[-1])
+            made += _beside(module, layer, LoraLinear(linear, rank, scale, own=own))
         if own:
             _gate(module.get_submodule(spot.block), made)
     return module
@@ -69,6 +76,26 @@ def _gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
     block.register_parameter(GATE, nn.Parameter(torch.zeros(())))
     for each in adapted:
         each.gated = (block,)
+
+
+def _beside(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
+    """Put an adapted layer in each of its places, and the same adapter beside other layers with the same weight."""
+    placed = {id(module.get_submodule(layer)): made}
+    for path, each in tensor_register.sharers(module, layer):
+        if not isinstance(each, nn.Linear):
+            raise ModelError(
+                f"the tensor '{layer}.weight' is '{path}.weight' as well, and that is no linear layer's: an adapter "
+                "beside one of them cannot be merged into both, so give each its own or take another method"
+            )
+        if id(each) not in placed:
+            placed[id(each)] = made.beside(each)
+        _put(module, path, placed[id(each)])
+    return list(placed.values())
+
+
+def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for path in [path for path, each in module.named_modules(remove_duplicate=False) if each is old]:
+        _put(module, path, new)
 
 
 def _put(module: nn.Module, path: str, new: nn.Module) -> None:

@@ -12,7 +12,7 @@ numpy only. `fedquilt.models.partial.trace` makes the plan of a network, at `fed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ class Plan:
     widths: dict[str, int]  # of each group that may be masked
     pinned: dict[str, int]  # of each that may not, though it stands beside one that may
     follows: dict[str, Follow]  # by tensor; others are always covered
+    whole: dict[str, str] = field(default_factory=dict)  # layer whose neurons none may leave out -> what reads them
 
     @property
     def neurons(self) -> int:
@@ -64,6 +65,15 @@ def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
             follows[f"{path}.bias"] = Follow((out,), own)
         before = own
     return Plan(hidden, {}, follows)
+
+
+def why_whole(plan: Plan) -> str:
+    """Return which layers stay whole and what reads them, "" for none."""
+    some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
+    if not some:
+        return ""
+    more = f" and {len(some) - 4} more" if len(some) > 4 else ""
+    return f"layers that stay whole, each with what reads it and is not followed: {', '.join(some[:4])}{more}"
 
 
 def require(plan: Plan, model: Tensors) -> None:

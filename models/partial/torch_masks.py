@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Step
+from fedquilt.models.networks import tensor_register
 from fedquilt.models.partial.masks import Follow, Plan
 
 SCORES = "mask_scores"
@@ -59,7 +60,8 @@ class Gates:
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            inner[path].register_forward_pre_hook(self._gate(follow))
+            for each in {each for _, each in tensor_register.sharers(module, path)}:
+                each.register_forward_pre_hook(self._gate(follow))
         module.register_forward_pre_hook(self._sample)
         norms = (each for each in inner.values() if isinstance(each, nn.modules.batchnorm._BatchNorm))
         self._norms = [each for each in norms if each.running_mean is not None]

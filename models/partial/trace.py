@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fedquilt.core import ModelError
+from fedquilt.models.networks import tensor_register
 from fedquilt.models.partial.masks import Follow, Plan
 
 # what keeps neurons apart, and is 0 for one that is 0 everywhere
@@ -47,7 +48,7 @@ def plan(model: nn.Module) -> Plan:
     except Exception as error:  # whatever the network's own code makes of a proxy
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"the network's forward pass cannot be traced ({reason}): it cannot be masked") from None
-    return _Reader(dict(model.named_modules()), model.state_dict()).read(graph)
+    return _Reader(dict(model.named_modules()), tensor_register.own(model), tensor_register.names(model)).read(graph)
 
 
 @dataclass
@@ -62,16 +63,23 @@ class _Layer:
 class _Reader:
     modules: Mapping[str, nn.Module]
     held: Mapping[str, torch.Tensor]
+    names: Sequence[Sequence[str]]  # of each tensor
     widths: dict[str, int] = field(default_factory=dict)  # by the layer that first makes the group
     same: dict[str, str] = field(default_factory=dict)  # a group -> one that it is tied to
-    pinned: set[str] = field(default_factory=set)
+    pinned: dict[str, str] = field(default_factory=dict)  # a group -> what reads it and is not understood
+    node: str = ""  # the operation that is read
     layers: dict[str, _Layer] = field(default_factory=dict)
 
     def read(self, graph: fx.Graph) -> Plan:
         values: dict[fx.Node, Value] = {}
         for node in graph.nodes:
+            self.node = _described(node)
             heard = [values[each] for each in node.all_input_nodes]
             values[node] = self._value(node, heard, values)
+        self.node = "a module that shares the tensor"
+        for same in self.names:
+            for alias in same[1:]:
+                self._share(same[0], alias)
         free = [name for name in self.widths if self._of(name) == name and name not in self._pins()]
         beside: dict[str, int] = {}
         follows = {}
@@ -86,7 +94,8 @@ class _Reader:
                 across = sum(self.widths[each] for each in into)
                 repeat = int(value.shape[1]) // across if across else 1
                 follows[name] = Follow(tuple(value.shape), out, into, repeat)
-        return Plan({name: self.widths[name] for name in free}, beside, follows)
+        whole = {name: why for name, why in self.pinned.items() if why != "output"}
+        return Plan({name: self.widths[name] for name in free}, beside, follows, whole)
 
     def _value(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
         if node.op == "call_module" and len(heard) == 1:
@@ -95,6 +104,10 @@ class _Reader:
             return heard[0]
         if node.op == "call_method" and node.target in ("flatten", "relu", "contiguous") and len(heard) == 1:
             return heard[0]
+        if _pools(node) and len(heard) == 1 and self._among_maps(node, heard[0]):
+            return heard[0]
+        if node.op == "call_function" and node.target in (operator.mul, torch.mul) and (scaled := self._scaled(node)):
+            return values[scaled]
         if node.op == "call_function" and node.target in _TIE and len(node.args) == len(heard) == 2:
             return self._tie(*heard)
         if node.op == "call_function" and node.target is torch.cat and None not in heard and _along_channels(node):
@@ -143,6 +156,38 @@ class _Reader:
                 self.same[b] = a
         return first
 
+    def _share(self, name: str, alias: str) -> None:
+        """Tie the neurons of two modules that share a tensor: what one leaves out the other has to."""
+        one, other = (self.layers.get(each.rpartition(".")[0]) for each in (name, alias))
+        if one is None or other is None:
+            for each in (one, other):
+                self._pin((*each.out, *each.into) if each else None)
+            return
+        self._tie(one.out, other.out)
+        if name.rpartition(".")[2] == "weight":
+            self._tie(one.into or None, other.into or None)
+
+    def _scaled(self, node: fx.Node) -> fx.Node | None:
+        """Return what is multiplied by one number for all neurons, or None if that is not what the product does."""
+        one = [isinstance(each, int | float) or self._number(each) for each in node.args]
+        return (
+            next((each for each, number in zip(node.args, one, strict=True) if not number), None) if any(one) else None
+        )
+
+    def _number(self, value: Any) -> bool:
+        held = self.held.get(str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else None
+        return held is not None and not held.ndim
+
+    def _among_maps(self, node: fx.Node, heard: Value) -> bool:
+        """Whether an average leaves the channels alone: axes behind them, counted from the end of a convolution's."""
+        axes = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        axes = (axes,) if isinstance(axes, int) else axes
+        if not heard or not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+            return False
+        modules = [self.modules[name] for name in heard]
+        inner = min(each.weight.ndim - 2 if isinstance(each, _CONV) else 0 for each in modules)
+        return all(axis > 1 or -inner <= axis < 0 for axis in axes)
+
     def _of(self, name: str) -> str:
         while name in self.same:
             name = self.same[name]
@@ -152,7 +197,8 @@ class _Reader:
         return {self._of(name) for name in self.pinned}
 
     def _pin(self, value: Value) -> None:
-        self.pinned |= set(value or ())
+        for name in value or ():
+            self.pinned.setdefault(name, self.node)
 
     def _size(self, name: str) -> int:
         return self.widths[name]
@@ -164,6 +210,17 @@ class _Reader:
         """Each by the group it is tied to; none where all are pinned."""
         found = tuple(map(self._of, names))
         return found if any(name in free for name in found) else ()
+
+
+def _described(node: fx.Node) -> str:
+    if node.op in ("call_module", "call_method", "get_attr"):
+        return f"{node.target}"
+    return "output" if node.op == "output" else getattr(node.target, "__name__", str(node.target))
+
+
+def _pools(node: fx.Node) -> bool:
+    method = node.op == "call_method" and node.target in ("mean", "amax")
+    return method or (node.op == "call_function" and node.target in (torch.mean, torch.amax))
 
 
 def _along_channels(node: fx.Node) -> bool:

@@ -185,9 +185,13 @@ def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
     import torch
     from torch import nn
 
+    made: dict[int, Any] = {}  # a tensor of the whole network -> its cut, which modules may share
+    first: dict[int, str] = {}  # and its name
+    for name, value in module.state_dict(keep_vars=True).items():
+        first.setdefault(id(value), name)
     for path, each in module.named_modules():
         own = {**dict(each.named_parameters(recurse=False)), **dict(each.named_buffers(recurse=False))}
-        names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in own if own[leaf] is not None}
+        names = {leaf: first[id(value)] for leaf, value in own.items() if id(value) in first}
         if odd := [name for name in names.values() if name not in start]:
             raise ModelError(f"the sub-model has no tensor {odd[0]!r}, the network does")
         news = {leaf: start[name].shape for leaf, name in names.items() if start[name].shape != tuple(own[leaf].shape)}
@@ -196,7 +200,8 @@ def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
         before = len(own["weight"]) if "weight" in own else 0
         for leaf, shape in news.items():
             fresh = torch.zeros(shape, dtype=own[leaf].dtype)
-            setattr(each, leaf, nn.Parameter(fresh) if isinstance(own[leaf], nn.Parameter) else fresh)
+            fresh = nn.Parameter(fresh) if isinstance(own[leaf], nn.Parameter) else fresh
+            setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
         depthwise = _resize(each, path)
         if scaled and not depthwise and each.weight.ndim > 1 and len(each.weight) < before:
             each.register_forward_hook(_Scaler(before / len(each.weight)))

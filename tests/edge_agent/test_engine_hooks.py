@@ -210,6 +210,30 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
         torch_one(AMPLE).train(network, start, pictures(), Fit(), tensors.rng(0), hooks=none)
 
 
+def dropped(hooks: Hooks, **settings: object):
+    """First and trained tensors of a network with dropout."""
+    network = {"name": "fedquilt.testing.awkward:root_parameter", "inputs": 6, "classes": 3, **settings}
+    start, x = torch_start(network), np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+    return start, torch_one(AMPLE).train(
+        network, start, Examples(x, np.arange(20) % 3), Fit(batch=8), tensors.rng(0), hooks=hooks
+    )[0]
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_a_frozen_parameter_at_the_root_leaves_the_modules_within_in_training(root: bool):
+    """Dropout changes the result, and the statistics of trained batch norm move; those of a frozen one do not."""
+    pytest.importorskip("torch")
+    last = Hooks(steps=(Step(rate=lambda name: float(name.startswith(("second", "head")))),))
+    start, some = dropped(last, root=root, drop=0.5)
+    _, none = dropped(last, root=root, drop=0.0)
+    assert not close(some, none, 1e-3)
+    assert np.array_equal(some["norm.running_mean"], start["norm.running_mean"])
+    norm = Hooks(steps=(Step(rate=lambda name: float(name.startswith(("norm", "head")))),))
+    start, moved = dropped(norm, root=root, drop=0.0)
+    assert np.abs(moved["norm.running_mean"] - start["norm.running_mean"]).max() > 1e-3
+    assert moved["norm.num_batches_tracked"] == 3
+
+
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
     """Near to the 32-bit result but not the same; what is returned is float32 and C-ordered, and learning happens."""

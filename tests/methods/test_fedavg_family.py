@@ -14,7 +14,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
-from fedquilt.testing.toys import MLP, files, learners, to_train
+from fedquilt.testing.toys import MLP, learners, to_train
 from fedquilt.tools.simulation import Member
 
 
@@ -39,8 +39,7 @@ def quadratics(*pairs: tuple[float, float]) -> tuple[Bundle, list[Member]]:
     at = [Examples(np.array([pair]), np.zeros(1, np.int64)) for pair in pairs]
     members = [Member(f"dev-{i}", one, one) for i, one in enumerate(at)]
     zero = {"x": np.zeros(1, np.float32)}
-    bundle = Bundle({"network": {"name": "x"}}, files({"model": zero}), lambda name: zero)
-    return bundle, members
+    return to_train({"name": "x"}, zero, kinds={}), members
 
 
 def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "d", **metrics: float) -> Contribution:
@@ -251,11 +250,12 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
         "bn.running_var": np.ones(1, np.float32),
         "bn.num_batches_tracked": np.zeros((), np.int64),
     }
+    kinds = dict(zip(start, ("parameter", "buffer", "buffer", "counter"), strict=True))
     given = {name: array + array.dtype.type(2) for name, array in start.items()}
     for name in ("fedopt", "scaffold", "fednova"):
         method = methods.load(name)
         changes = {"server_lr": 0.25} if name != "fednova" else {}
-        state = method.init(to_train({"name": "x"}, start), method.params(**changes), 0)
+        state = method.init(to_train({"name": "x"}, start, kinds=kinds), method.params(**changes), 0)
         first, second = (update(given, 1.0, device, steps=s, new=1.0) for device, s in (("a", 2.0), ("b", 8.0)))
         after = method.step(state, method.fold(state, method.fold(state, None, first), second)).model
         assert after["bn.running_var"] == pytest.approx([3.0])

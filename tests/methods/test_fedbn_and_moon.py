@@ -11,7 +11,7 @@ import pytest
 from fedavg_runs import play, same_bits, torch_one
 
 from fedquilt.core import Answer, Examples, ModelError
-from fedquilt.methods import fedbn, moon
+from fedquilt.methods import fedavg, fedbn, moon
 from fedquilt.testing.toys import to_train
 from fedquilt.tools.simulation import Member
 
@@ -37,6 +37,10 @@ def bn_start() -> dict[str, np.ndarray]:
     return {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
 
 
+def begun() -> fedavg.State:
+    return fedavg.init(to_train(BN, bn_start()), fedavg.Params(), 0)
+
+
 def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
     """Every tensor of a BatchNorm2d and no other, though names here are `1`, `shortcut.1`, `bn1`."""
     torch = pytest.importorskip("torch")
@@ -49,7 +53,7 @@ def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
         if isinstance(module, torch.nn.BatchNorm2d)
         for name in module.state_dict()
     }
-    assert fedbn.private(bn_start()) == wanted
+    assert fedbn.private(begun()) == wanted
     assert any("bn" not in name for name in wanted)
 
 
@@ -69,7 +73,7 @@ def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
 
     double = replace(fedbn.METHOD, work=work)
     run = play("fedbn", torch_one(), to_train(BN, bn_start()), pictures(), rounds=2, method=double)
-    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private(bn_start())
+    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private(begun())
     means = [kept[device]["0.1.running_mean"] for device in ("dev-0", "dev-1")]
     assert np.abs(means[0] - means[1]).max() > 1e-3
     assert min(checked) > 0
@@ -89,7 +93,7 @@ def test_moons_contrast_is_what_it_is_on_paper() -> None:
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
     same, swapped = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    contrast, x = moon.Contrast(3.0, 0.5), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    contrast, x = moon.Contrast(3.0, 0.5, "1"), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     contrast.prepare(module)
     with torch.no_grad():
         module[0].weight.copy_(same)
@@ -108,7 +112,7 @@ def test_moons_other_models_only_look() -> None:
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
     module[0].eval()
-    contrast, x = moon.Contrast(1.0, 0.5), torch.randn(4, 2)
+    contrast, x = moon.Contrast(1.0, 0.5, "2"), torch.randn(4, 2)
     contrast.prepare(module)
     anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
     contrast.penalty(module, x, module(x), anchors)
@@ -118,18 +122,29 @@ def test_moons_other_models_only_look() -> None:
 
 
 def test_moon_looks_at_other_models_with_tied_weights() -> None:
-    """Which it is given under both names, as arrays of their own."""
+    """Which have one name: the second layer has the other model's weights too. z and the two others lie at 90 degrees.
+
+    Both layers turn by a quarter with the received weights, which leaves half a turn; so z = (-1, 0), received.
+    """
     torch = pytest.importorskip("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    module[1].weight = module[0].weight
-    contrast, x = moon.Contrast(1.0, 0.5), torch.randn(4, 2)
+    quarter, none = torch.tensor([[0.0, -1.0], [1.0, 0.0]]), torch.eye(2)
+    body = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    body[1].weight = body[0].weight
+    module, x = torch.nn.Sequential(body, torch.nn.Linear(2, 2)), torch.tensor([[1.0, 0.0]])
+    with torch.no_grad():
+        body[0].weight.copy_(quarter)
+    contrast = moon.Contrast(1.0, 0.5, "1")
     contrast.prepare(module)
-    anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
-    assert float(contrast.penalty(module, x, module(x), anchors).detach()) == pytest.approx(np.log(2), rel=1e-6)
+    head = {"1.weight": torch.eye(2), "1.bias": torch.zeros(2)}
+    anchors = {"start": {"0.0.weight": quarter, **head}, "previous": {"0.0.weight": none, **head}}
+    found = float(contrast.penalty(module, x, module(x), anchors).detach())
+    assert found == pytest.approx(np.log1p(np.exp(-4)), rel=1e-5)  # likenesses 1 and -1, over T = 1/2
 
 
 def test_moon_says_so_where_there_is_no_linear_layer() -> None:
-    """SqueezeNet ends in a convolution."""
-    torch = pytest.importorskip("torch")
+    """As the job is prepared."""
+    pytest.importorskip("torch")
+    table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
+    table = {key: table[key] for key in ("name", "classes", "input")}
     with pytest.raises(ModelError, match="last linear layer, and this network has none"):
-        moon.Contrast(1.0, 0.5).prepare(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))
+        moon.init(to_train(table, {}), moon.Params(), 0)

@@ -341,7 +341,7 @@ def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> No
     assert fedpews.init(bare, fedpews.Params(warmup=0), 0).plan.neurons == 0
     empty = {"json": masks.to_array(masks.Plan({}, {}, {}))}
     none = replace(bundle, load=lambda name: empty if name == "masks" else bundle.load(name))
-    with pytest.raises(ModelError, match="no hidden neurons"):
+    with pytest.raises(ModelError, match="no hidden neuron of this network"):
         fedpews.init(none, fedpews.Params(), 0)
 
 

@@ -23,6 +23,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 
 SMALL = {"epochs": 1, "batch": 4, "lr": 0.1}
 MIB = 1 << 20
+RESNET18 = {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
 
 
@@ -79,9 +80,9 @@ def torch_one() -> Any:
 
 def test_of_a_resnet18_the_papers_bytes_travel() -> None:
     """GENE-FL's table: FedFina 31.50 MiB, and ParFed what is left of the 42.65 MiB that are learned: 11.15."""
-    bundle = to_train({"name": "torchvision/resnet18", "classes": 10}, resnet18())
+    bundle = to_train(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
-    learned = fedavg.learned(resnet18())
+    learned = fedavg.learned(fedavg.init(bundle, fedavg.Params(), 0))
     assert mib(fina.model) == 31.5
     assert mib(par.model) == pytest.approx(mib({name: resnet18()[name] for name in learned}) - 31.5)
     assert f"{mib(par.model):.2f}" == "11.15"
@@ -91,7 +92,7 @@ def test_of_a_resnet18_the_papers_bytes_travel() -> None:
 
 def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_papers_did() -> None:
     """Two of 512x512x3x3 and layer2.0.conv1 told to be the smallest."""
-    bundle = to_train({"name": "torchvision/resnet18", "classes": 10}, resnet18())
+    bundle = to_train(RESNET18, resnet18())
     state = fedlg.init(bundle, fedlg.Params(), 0)
     small = {"layer4.0.conv2.weight", "layer4.1.conv2.weight", "layer2.0.conv1.weight"}
     sizes = {name: np.array([0.1 if name in small else 1.0]) for name in state.candidates}
@@ -159,12 +160,13 @@ def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
     par = parfed.init(bundle, parfed.Params(layers=2), 0).model.keys()
     fina = fedfina.init(bundle, fedfina.Params(layers=2), 0).model.keys()
     assert par.isdisjoint(fina)
-    assert par | fina == set(fedavg.learned(tensors_of()))
+    assert par | fina == set(fedavg.learned(fedavg.init(bundle, fedavg.Params(), 0)))
 
 
 def test_a_network_that_cannot_be_parted_is_refused() -> None:
     """A single linear layer."""
-    bundle = to_train({"name": "x"}, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
+    table = {"name": "mlp", "inputs": 3, "hidden": [], "classes": 2}
+    bundle = to_train(table, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
     for method in (parfed, fedfina, fedlg):
         with pytest.raises(ModelError, match="no part of it to share"):
             method.init(bundle, method.Params(), 0)
@@ -226,7 +228,7 @@ def test_a_size_below_nothing_is_refused() -> None:
 def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
     """Two devices send layer 1 (3 and 7 with weights 1 and 3: 6), one sends layer 3 (5); else it is as it was."""
     start = {f"{layer}.{kind}": np.zeros((1, 1), np.float32) for layer in (1, 3, 5) for kind in ("weight",)}
-    state = fedavg.init(to_train({"name": "x"}, start), fedlp.Params(), 0)
+    state = fedavg.init(to_train({"name": "x"}, start, kinds={}), fedlp.Params(), 0)
     total = None
     for device, weight, sent in (("a", 1.0, {"1": 3.0}), ("b", 3.0, {"1": 7.0, "3": 5.0}), ("c", 2.0, {})):
         model = {f"{layer}.weight": np.full((1, 1), value, np.float32) for layer, value in sent.items()}
@@ -257,7 +259,7 @@ def test_half_a_layer_is_refused() -> None:
 def test_fedlps_layers_are_all_of_the_network() -> None:
     """Each tensor is in one; statistics go with the layer that they are of, counters as counters."""
     model = tensors_of()
-    found = fedlp.units(model)
-    assert sorted(name for names in found.values() for name in names) == sorted(model)
-    for names in found.values():
+    found = fedlp.units(fedavg.init(to_train(BN, model), fedlp.Params(), 0))
+    assert sorted(name for names in found for name in names) == sorted(model)
+    for names in found:
         assert any(model[name].ndim > 1 for name in names)

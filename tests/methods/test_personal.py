@@ -231,7 +231,7 @@ def test_pfedmes_server_goes_by_beta_and_by_no_examples() -> None:
     """From 0 to models 1 and 4: the mean is 2.5, with beta = 2 it is 5. One that weighs more is refused."""
     start = {"x": np.zeros(1, np.float32)}
     for beta, wanted in ((1.0, 2.5), (2.0, 5.0)):
-        state = pfedme.METHOD.init(to_train({"name": "x"}, start), pfedme.Params(beta=beta), 0)
+        state = pfedme.METHOD.init(to_train({"name": "x"}, start, kinds={}), pfedme.Params(beta=beta), 0)
         total = None
         for device, value in (("a", 1.0), ("b", 4.0)):
             model = {"model": {"x": np.full(1, value, np.float32)}}
@@ -331,7 +331,7 @@ def test_a_head_of_several_layers_is_named() -> None:
         fedrep.init(to_train(), fedrep.Params(head=("fc",)), 0)
     with pytest.raises(ModelError, match="nothing would be shared"):
         fedrep.init(to_train(), fedrep.Params(head=("1", "3")), 0)
-    convolutional = to_train({"name": "x"}, {"conv10.weight": np.zeros((3, 1, 1, 1), np.float32)})
+    convolutional = to_train({"name": "x"}, {"conv10.weight": np.zeros((3, 1, 1, 1), np.float32)}, kinds={})
     with pytest.raises(ModelError, match="no last linear layer"):
         fedrep.init(convolutional, fedrep.Params(), 0)
 

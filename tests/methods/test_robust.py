@@ -21,7 +21,9 @@ RULES = ("trimmed_mean", "median", "krum", "multi_krum", "clipped")
 
 def begun(size: int = 2, **params: Any) -> robust.State:
     start = {"x": np.zeros(size, np.float32), "x.running_var": np.ones(1, np.float32), "seen": np.zeros((), np.int64)}
-    return robust.init(to_train({"name": "x"}, start), robust.Params(**params), 0)
+    return robust.init(
+        to_train({"name": "x"}, start, kinds={"x.running_var": "buffer", "seen": "counter"}), robust.Params(**params), 0
+    )
 
 
 def folded(

@@ -13,7 +13,7 @@ from fedquilt import methods
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import MLP_MASKS, files, given, to_train
+from fedquilt.testing.toys import MLP_MASKS, files, given, of_kinds, to_train
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
@@ -107,7 +107,8 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
             method.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": state.model, **bundles}))
     plan = masks.Plan({"0": 2}, {}, {"0.weight": masks.Follow((2, 1, 3, 3), ("0",))})
     parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.to_array(plan)}}
-    made = Bundle({"network": {}}, files(parts), lambda name: parts[name])
+    meta = {"network": {}, "register": of_kinds(parts["model"], {})}
+    made = Bundle(meta, files(parts), lambda name: parts[name])
     assert method.init(made, method.params(masked=False), 0).widths.keys() == {"0.0625", "0.125", "0.25", "0.5"}
     with pytest.raises(ModelError, match="masked = false"):
         method.init(made, method.params(), 0)

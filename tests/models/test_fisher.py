@@ -97,16 +97,15 @@ def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statisti
         np.testing.assert_allclose(array, mean, rtol=1e-3, atol=1e-3 * float(mean.max()))
 
 
-def test_tied_weights_have_their_gradient_under_both_names() -> None:
-    """Methods look it up by the names of the tensors that travel."""
+def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
+    """Under which they travel: the sum of what both layers have, as the other name does not exist for methods."""
     torch = pytest.importorskip("torch")
     from fedquilt.models import fisher
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).eval()
     model[1].weight = model[0].weight
     found = fisher.diagonal(model, [(torch.ones(2, 3), torch.tensor([0, 1]))])
-    assert found.keys() == model.state_dict().keys()
-    assert torch.equal(found["0.weight"], found["1.weight"])
+    assert found.keys() == {"0.weight", "0.bias", "1.bias"}
     assert found["0.weight"].abs().max() > 0
 
 

@@ -23,7 +23,7 @@ from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import drawn, registry
 from fedquilt.models.partial import masks
-from fedquilt.tools.artefacts import alignment, frozen_part
+from fedquilt.tools.artefacts import alignment, dry_run, frozen_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,9 +47,9 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     """Write the bundle of a job (a job file's table) into the folder `out`.
 
     From `[model]`: the files "model" and "masks" (`models.partial.masks`), if it can be masked, both safetensors, and
-    meta "network", "flops" and "example_bytes" of one example, "calls" (`models.networks.calls`), and "pretrained":
-    whether its weights are a file's; of a network from outside "plugins", what a device has to have for it
-    (`fedquilt.plugins.needs`), and "outputs", its scores for one example.
+    meta "network", "flops" and "example_bytes" of one example, "register" (`fedquilt.tensor_register`), and
+    "pretrained": whether its weights are a file's; of a network from outside "plugins", what a device has to have for
+    it (`fedquilt.plugins.needs`), and "outputs", its scores for one example.
     With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
     From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
@@ -122,18 +122,23 @@ def _measured(job: Mapping[str, Any]) -> inputs.Values:
 
 
 def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
-    """Write the bundle of a job, and check that the job can begin with it: its parameters, network and data.
+    """Write the bundle of a job, and check that the job can be carried out with it: parameters, network and data.
+
+    A dry run carries out a few rounds of the method on synthetic examples (`fedquilt.tools.artefacts.dry_run`).
 
     Raises:
         FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
     """
     made = prepare(msgspec.to_builtins(job), out, say)
-    preflight.first_state(job, made)
+    state = preflight.first_state(job, made)
+    if isinstance(plan := getattr(state, "plan", None), masks.Plan) and (why := masks.why_whole(plan)):
+        say(f"{job.method}: {why}")
     if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
         say(
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"
         )
+    dry_run.rehearse(job, made, out)
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
@@ -153,7 +158,7 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     registry.needs(network)  # refuses an unknown name, also where torch is missing
     import torch
 
-    from fedquilt.models.networks import calls, layer_costs
+    from fedquilt.models.networks import layer_costs, tensor_register
     from fedquilt.models.partial import trace
 
     if "weights_classes" in table:
@@ -164,14 +169,15 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
         model = registry.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
     _require_trainable(model, str(network["name"]))
     flops = registry.cost(model, registry.input_shape(network)).flops
-    parts = {"model": tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})}
+    state = {name: value.detach().numpy() for name, value in tensor_register.own(model).items()}
+    parts = {"model": tensors.encode(state)}
     with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
         parts["masks"] = tensors.encode({"json": masks.to_array(trace.plan(model))})
     trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
     whole = footprint.coupled(model.state_dict())
     each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
-    order = calls.trace(model, registry.input_shape(network))
-    facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "calls": order}
+    register = tensor_register.trace(model, registry.input_shape(network))
+    facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "register": register}
     facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
     if registry.outside(network):
@@ -210,7 +216,7 @@ def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[
         "network": network,
         "flops": drawn.flops(network),
         "example_bytes": footprint.example_bytes(drawn.trained(network)),
-        "calls": drawn.calls(network),
+        "register": drawn.register(network),
         "layers": drawn.costs(network),
         "pretrained": False,
     }

@@ -30,7 +30,6 @@ from fedquilt import bundle, disk, methods, progress, tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, DataError, Examples, JobError, Site, Task, Tensors
 from fedquilt.data import images
-from fedquilt.layers import head
 from fedquilt.models import subspaces
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
@@ -134,7 +133,7 @@ def measure(
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start = attack.weights(network, seed)
+    start, head = attack.weights(network, seed), attack.head(network)
     engine = TorchEngine(ROOM_BYTES)
     attack.single()
     chosen = rows(noise)
@@ -155,7 +154,7 @@ def measure(
             account = found[row.label]
             account["psnr_db"].append(round(psnr(guess, truth), 2))
             account["values"] = sum(array.size for array in gradient.values())
-            account["label_read"].append(attack.label_of(gradient, head(start)) == label)
+            account["label_read"].append(attack.label_of(gradient, head) == label)
             line.append(guess)
             say(f"[{index + 1}/{count}] {row.label}: {account['psnr_db'][-1]:.1f} dB")
         pictures.append([np.moveaxis(each, 0, -1) for each in line])

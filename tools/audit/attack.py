@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fedquilt import tensors
 from fedquilt.core import Tensors
-from fedquilt.models.networks import registry
+from fedquilt.models.networks import registry, tensor_register
 
 STARTS = 2  # the better of so many beginnings: what the attacker sees tells which
 
@@ -24,6 +24,11 @@ STARTS = 2  # the better of so many beginnings: what the attacker sees tells whi
 def single() -> None:
     """One thread: of so small a network others have no share, and they wait for each other."""
     torch.set_num_threads(1)
+
+
+def head(network: Mapping[str, Any]) -> str | None:
+    """The classifier of a network."""
+    return tensor_register.trace(registry.build(network), registry.input_shape(network)).head()
 
 
 def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:

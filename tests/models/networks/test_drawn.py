@@ -43,12 +43,12 @@ def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
 def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
     """FLOPs, memory, the order of modules and the plan of masks."""
     torch = pytest.importorskip("torch")
-    from fedquilt.models.networks import calls
+    from fedquilt.models.networks import tensor_register
     from fedquilt.models.partial import masks, trace
 
     model, shape = registry.load(network), registry.input_shape(network)
     assert drawn.flops(network) == registry.cost(model, shape).flops
-    assert drawn.calls(network) == calls.trace(model, shape)
+    assert drawn.register(network) == tensor_register.trace(model, shape)
     assert msgspec.json.encode(masks.dense(drawn.layers(network))) == msgspec.json.encode(trace.plan(model))
     assert drawn.trained(network) == footprint.weigh(model, torch.zeros(2, *shape))[0]
 

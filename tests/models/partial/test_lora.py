@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="adapters are tried in torch network
 
 from torch import nn  # noqa: E402
 
-from fedquilt.models.networks import registry  # noqa: E402
+from fedquilt.models.networks import registry, tensor_register  # noqa: E402
 from fedquilt.models.networks.vit import Attention  # noqa: E402
 from fedquilt.models.partial import lora_torch  # noqa: E402
 from fedquilt.torchvision_compat import torchvision  # noqa: E402
@@ -27,6 +27,10 @@ MLP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
 
 def held(module: Any) -> dict[str, np.ndarray]:
     return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def spots_of(module: Any, shape: tuple[int, ...]) -> Any:
+    return lora.spots(tensor_register.trace(module, tuple(shape)))
 
 
 def filled(module: Any, values: dict[str, np.ndarray]) -> Any:
@@ -58,7 +62,7 @@ def adapted(name: str, *, own: bool = False, trained: bool = False) -> tuple[Any
     make, shape = NETWORKS[name]
     plain, copy = make(), make()
     model = held(plain)
-    spots = lora.spots(model)
+    spots = spots_of(plain, shape[1:])
     values = {**model, **lora.shared(model, spots, 2, tensors.rng("a"))}
     if own:
         values.update(lora.own(model, spots, 2, tensors.rng("b"), 0.0))
@@ -84,7 +88,7 @@ def test_adapters_melt_into_the_weights(name: str) -> None:
     model = held(plain)
     wanted = copy(x)
     assert (wanted - plain(x)).abs().max() > 0.01
-    melted = lora.merged(model, values, lora.spots(model), 8.0)
+    melted = lora.merged(model, values, spots_of(plain, x.shape[1:]), 8.0)
     assert melted.keys() == model.keys()
     torch.testing.assert_close(filled(plain, melted)(x), wanted, rtol=1e-4, atol=1e-4)
 
@@ -93,8 +97,8 @@ def test_adapters_melt_into_the_weights(name: str) -> None:
 def test_a_shut_gate_leaves_the_shared_branch_alone(name: str) -> None:
     """a = -100: a trained branch of the device's own counts for nothing; at 0 it counts."""
     _, copy, values, x = adapted(name, own=True, trained=True)
-    make, _ = NETWORKS[name]
-    spots = lora.spots(held(make()))
+    make, shape = NETWORKS[name]
+    spots = spots_of(make(), shape[1:])
     alone = {key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN, lora.GATE)}
     shared = filled(lora_torch.insert(make(), spots, 2, 8.0), alone)
     for logit, same in ((-100.0, True), (0.0, False)):
@@ -125,23 +129,23 @@ def test_every_gate_has_a_gradient_from_the_first_step() -> None:
 
 def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None:
     """In ours and in torchvision's, in the order of the blocks ("10" after "2")."""
-    spots = lora.spots(held(registry.load({**VIT, "depth": 11})))
+    spots = spots_of(registry.load({**VIT, "depth": 11}), (1, 8, 8))
     assert spots[10] == lora.Spot("blocks.10", ("blocks.10.attention.out_proj", "blocks.10.mlp.2"))
     last = "encoder.layers.encoder_layer_1"
-    assert lora.spots(held(torchvision_vit()))[1] == lora.Spot(
+    assert spots_of(torchvision_vit(), (3, 8, 8))[1] == lora.Spot(
         last, (f"{last}.self_attention.out_proj", f"{last}.mlp.3")
     )
 
 
 def test_without_attention_every_linear_layer_but_the_head_is_a_block() -> None:
     """6 -> 5 -> 4 -> 3: the layers "1" and "3", not the head "5"."""
-    assert lora.spots(held(registry.load(MLP))) == (lora.Spot("1", ("1",)), lora.Spot("3", ("3",)))
+    assert spots_of(registry.load(MLP), (6,)) == (lora.Spot("1", ("1",)), lora.Spot("3", ("3",)))
 
 
 def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
     """A convolutional net with one linear layer has nothing for LoRA."""
     with pytest.raises(ModelError, match="take a transformer"):
-        lora.spots(held(registry.load({"name": "plain", "channels": 1, "classes": 3})))
+        spots_of(registry.load({"name": "plain", "channels": 1, "classes": 3}), (1, 8, 8))
 
 
 @pytest.mark.parametrize("layer", ["nowhere", "blocks.0.norm1"])
@@ -155,10 +159,12 @@ def test_sizes_of_the_shared_part_are_the_papers() -> None:
     """r = 8, 100 classes: 148,324 values for ViT-Tiny/16, 592,996 for ViT-Base/16 (heads of 19,300 and 76,900)."""
     for width, hidden, values in ((192, 768, 148_324), (768, 3072, 592_996)):
         table = {"name": "vit", "channels": 3, "size": 224, "patch": 16, "classes": 100, "depth": 12}
+        settings = {**table, "width": width, "heads": 3, "hidden": hidden}
+        spots = spots_of(registry.build({**settings, "size": 16}), (3, 16, 16))
         with torch.device("meta"):
-            module = registry.build({**table, "width": width, "heads": 3, "hidden": hidden})
+            module = registry.build(settings)
         model = {name: np.broadcast_to(np.float32(0), value.shape) for name, value in module.named_parameters()}
-        adapters = lora.shared(model, lora.spots(model), 8, tensors.rng(0))
+        adapters = lora.shared(model, spots, 8, tensors.rng(0))
         assert sum(a.size for a in adapters.values()) + model["head.weight"].size + model["head.bias"].size == values
 
 

@@ -11,6 +11,7 @@ from plain import budgeted
 from fedquilt.core import ModelError, UpdateError
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth, masks, width
+from fedquilt.tensor_register import Entry, Register
 from fedquilt.testing.toys import MLP_MASKS
 
 FLATTENED = masks.Plan(
@@ -147,19 +148,26 @@ def tensors_of(table: dict[str, Any]) -> dict[str, np.ndarray]:
 
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 2}
 VIT = {"name": "vit", "channels": 1, "size": 8, "classes": 3, "width": 8, "depth": 1, "heads": 2}
-CALLED_IN_A_BLOCK = tuple(f"blocks.0.{part}" for part in ("norm1", "attention", "norm2", "mlp.0", "mlp.2"))
+
+
+def body_of(table: dict[str, Any], count: int) -> depth.Body:
+    """A network's body, for examples of 8 x 8 pixels."""
+    from fedquilt.models.networks import registry, tensor_register
+
+    channels = 3 if "cifar" in table["name"] else 1
+    return depth.body(tensors_of(table), count, tensor_register.trace(registry.build(table), (channels, 8, 8)))
 
 
 def test_stages_hold_every_tensor_but_the_classifiers_once() -> None:
     """Of a small residual network, and of ResNet-20 whose three stages begin where the paper's do."""
     for table, count in ((RESIDUAL, 3), ({"name": "resnet20-cifar", "classes": 10}, 3)):
         model = tensors_of(table)
-        body = depth.body(model, count)
+        body = body_of(table, count)
         names = [name for stage in body.stages for name in stage.names]
         assert sorted([*names, *body.head_names]) == sorted(model)
         assert len(body.stages) == count
-    assert [stage.width for stage in depth.body(tensors_of(RESIDUAL), 4).stages[1:]] == [2, 2, 4]
-    deep = depth.body(tensors_of({"name": "resnet20-cifar", "classes": 10}), 3)
+    assert [stage.width for stage in body_of(RESIDUAL, 4).stages[1:]] == [2, 2, 4]
+    deep = body_of({"name": "resnet20-cifar", "classes": 10}, 3)
     assert [stage.entrance for stage in deep.stages] == ["conv1", "layer2.0.conv1", "layer3.0.conv1"]
 
 
@@ -167,7 +175,7 @@ def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour() -> None:
     """A transformer's embedding of places with the first block, its last normalisation with the last one."""
     pytest.importorskip("torch")
     model = tensors_of(VIT)
-    found = depth.body(model, 9, ("", "embed", *CALLED_IN_A_BLOCK, "norm", "head"))
+    found = body_of(VIT, 9)
     assert [stage.entrance for stage in found.stages] == ["embed", "blocks.0.norm1"]
     assert found.stages[1].width == 8
     assert found.stages[0].names == ("embed.bias", "embed.weight", "place")
@@ -185,7 +193,7 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
     table = {**VIT, "patch": 2, "width": 16}
     whole = registry.build(table).eval()
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
-    body = depth.body(model, 2, ("", "embed", *CALLED_IN_A_BLOCK, "norm", "head"))
+    body = body_of(table, 2)
     part = registry.build(table).eval()
     start = {key: model[key] for key in body.stages[0].names}
     part = stages.first(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
@@ -199,9 +207,10 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
 
 def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
     """Linear alone, and convolutions without a linear layer."""
-    for model in ({"0.weight": np.zeros((3, 4))}, {"0.weight": np.zeros((3, 4, 1, 1))}):
+    for kind, shape in (("Linear", (3, 4)), ("Conv2d", (3, 4, 1, 1))):
+        row = Entry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
         with pytest.raises(ModelError, match="by depth"):
-            depth.body(model, 2)
+            depth.body({"0.weight": np.zeros(shape)}, 2, Register((row,)))
 
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
@@ -216,7 +225,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     table |= {"size": 8} if name == "cnn" else {}
     whole = registry.build(table).eval()
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
-    body = depth.body(model, 3)
+    body = body_of(table, 3)
     x, heard = torch.rand(2, channels, 8, 8), []
     behind = body.stages[1]
     whole.get_submodule(behind.entrance).register_forward_pre_hook(lambda layer, inputs: heard.append(inputs[0]))
@@ -230,8 +239,8 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     assert torch.equal(part(x), wanted)
 
 
-def test_names_that_do_not_tell_the_order_are_found_out() -> None:
-    """A network that uses its layer "b" before its layer "a"."""
+def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
+    """A network that uses its layer "b" before its layer "a", which the register has first."""
     torch = pytest.importorskip("torch")
 
     class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
@@ -243,7 +252,8 @@ def test_names_that_do_not_tell_the_order_are_found_out() -> None:
             return self.z(self.a(self.b(x)))
 
     model = {key: value.numpy() for key, value in Odd().state_dict().items()}
-    body = depth.body(model, 2)
+    rows = [Entry(name, "parameter", name[0], name[0], "Linear", normalises=False, trained=True) for name in model]
+    body = depth.body(model, 2, Register(tuple(rows), ("", "a", "b", "z")))
     start = {name: model[name] for name in body.stages[0].names}
     part = stages.first(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
     with pytest.raises(ModelError, match="do not tell their order"):

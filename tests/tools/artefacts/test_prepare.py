@@ -41,8 +41,13 @@ def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
     made = prepare({"model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2, "seed": 7}}, tmp_path)
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
     size = 4 * (4 + 3) + 10 * 4 * 4
-    order = ["", "0", "1", "2", "3"]
-    facts = {"flops": 36.0, "example_bytes": size, "calls": order, "pretrained": False}
+    rows = [
+        [f"{path}.{leaf}", "parameter", path, path, "Linear", False, True, []]
+        for path in ("1", "3")
+        for leaf in ("weight", "bias")
+    ]
+    register = {"tensors": rows, "calls": ["", "0", "1", "2", "3"]}
+    facts = {"flops": 36.0, "example_bytes": size, "register": register, "pretrained": False}
     facts["layers"] = [["1", 24.0, 0.0, 28.0, 1], ["2", 0.0, 0.0, 24.0, 1], ["3", 12.0, 0.0, 20.0, 1]]
     assert made.meta == {"network": network, **facts}
     wanted = {name: value.numpy() for name, value in registry.load(network, seed=7).state_dict().items()}

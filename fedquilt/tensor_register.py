@@ -1,0 +1,167 @@
+"""Register of a network's tensors: what each is, which module owns it, and in which order the modules are called.
+
+`fedquilt prepare` traces it into the bundle (`models.networks.tensor_register`). Methods decide by the register, not by
+names or shapes. A tensor that several names share is in the model once, under the first of these names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import msgspec
+
+from fedquilt.core import ModelError, Tensors
+from fedquilt.core.method import shapes
+
+Kind = Literal["parameter", "buffer", "counter"]
+CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+BATCH_NORMS: Final = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
+ATTENTION: Final = "MultiheadAttention"
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a network."""
+
+    name: str
+    kind: Kind  # a counter is a buffer of whole numbers
+    module: str  # path of the module that owns it, ""  for the network itself
+    layer: str  # the module itself, or of batch normalisation the layer that is called right before it
+    type: str  # of the module: torch's class, such as "Conv2d", or "package.Class" of another
+    normalises: bool  # whether that module is a normalisation
+    trained: bool  # whether training changes the tensor: a parameter by its gradient, a buffer in the forward pass
+    aliases: tuple[str, ...] = ()  # further names of the tensor
+
+    @property
+    def leaf(self) -> str:
+        """Name within the module."""
+        return self.name.rpartition(".")[2]
+
+
+class Register(msgspec.Struct, frozen=True):
+    """Entries of all tensors, and the paths of the modules in the order of their first call."""
+
+    tensors: tuple[Entry, ...]
+    calls: tuple[str, ...] = ()
+
+    def entry(self, name: str) -> Entry | None:
+        """Return the entry of a tensor, or None for one that a method has added to the network."""
+        return _by_name(self).get(name)
+
+    def parameters(self, model: Tensors) -> list[str]:
+        """Return the names of the tensors that gradients move."""
+        return [name for name in shapes(model) if (entry := self.entry(name)) is None or entry.kind == "parameter"]
+
+    def aliased(self, model: Tensors) -> dict[str, Any]:
+        """Return the model with each tensor under all of its names, as `load_state_dict` wants it."""
+        named = {alias: name for name in model if (entry := self.entry(name)) for alias in entry.aliases}
+        return {**model, **{alias: model[name] for alias, name in named.items()}}
+
+    def running(self, name: str) -> bool:
+        """Return whether a tensor is a running statistic: a buffer of numbers that the forward pass changes."""
+        entry = self.entry(name)
+        return entry is not None and entry.kind == "buffer" and entry.trained
+
+    def modules(self, chosen: Collection[str]) -> set[str]:
+        """Return the names of all tensors of these modules."""
+        return {entry.name for entry in self.tensors if entry.module in chosen}
+
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """Return layer -> its parameters, by the order of calls."""
+        return dict(_layers(self))
+
+    def head(self) -> str | None:
+        """Return the classifier, the linear layer called last, or None if the network has no linear layer.
+
+        Raises:
+            ModelError: The layer called last shares its weights with another layer.
+        """
+        linear = {entry.module for entry in self.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+        borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
+        last = self.ordered([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
+        if not last or last[0] in linear:
+            return last[0] if last else None
+        raise ModelError(
+            f"the last layer {last[0]!r} shares the tensor {borrowed[last[0]].name!r} with another layer, so it cannot "
+            "be treated apart as the classifier: give the layer weights of its own, or take another method"
+        )
+
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """Return modules or tensors by their module's first call, then in natural order.
+
+        A module that is never called, as its parent uses its weights itself, stands with the nearest module around it.
+        """
+        place = _places(self)
+
+        def key(name: str) -> tuple[int, list[tuple[int, int | str]]]:
+            path = name
+            while path and path not in place:
+                path = path.rpartition(".")[0]
+            return place.get(path, -1), natural(name)
+
+        return sorted(names, key=key)
+
+
+def of(network: Mapping[str, Any]) -> Register:
+    """Return the register in a network's table. That of an `mlp` follows from the table.
+
+    Raises:
+        ModelError: The table has none.
+    """
+    if "register" in network:
+        return _parsed(msgspec.json.encode(network["register"]))
+    if network.get("name") == "mlp":
+        hidden = network.get("hidden", (64,))
+        return dense(len(hidden) + 1)
+    name = network.get("name")
+    raise ModelError(f"the bundle has no register of the tensors of {name!r}: run `fedquilt prepare` anew")
+
+
+def dense(layers: int) -> Register:
+    """Return the register of an `mlp` with so many linear layers."""
+    paths = [str(2 * index + 1) for index in range(layers)]
+    rows = [
+        Entry(f"{path}.{leaf}", "parameter", path, path, "Linear", normalises=False, trained=True)
+        for path in paths
+        for leaf in ("weight", "bias")
+    ]
+    return Register(tuple(rows), ("", *map(str, range(2 * layers))))
+
+
+def plain(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a network's table without the register: what builds the network and is shown."""
+    return {key: value for key, value in network.items() if key != "register"}
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key that compares numbers in names as numbers."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+@lru_cache(maxsize=8)
+def _parsed(payload: bytes) -> Register:
+    try:
+        return msgspec.json.decode(payload, type=Register)
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"the bundle's register is damaged ({error}): run `fedquilt prepare` anew") from None
+
+
+@lru_cache(maxsize=8)
+def _by_name(register: Register) -> dict[str, Entry]:
+    return {entry.name: entry for entry in register.tensors}
+
+
+@lru_cache(maxsize=8)
+def _places(register: Register) -> dict[str, int]:
+    return {path: index for index, path in enumerate(register.calls)}
+
+
+@lru_cache(maxsize=8)
+def _layers(register: Register) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for entry in register.tensors:
+        if entry.kind == "parameter":
+            found.setdefault(entry.layer, []).append(entry.name)
+    return {path: tuple(sorted(found[path])) for path in register.ordered(found)}

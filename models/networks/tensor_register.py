@@ -1,0 +1,135 @@
+"""Register of a network's tensors, traced by running it. Imports torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedquilt.models.networks import registry
+from fedquilt.models.networks.vit import Attention
+from fedquilt.tensor_register import ATTENTION, Entry, Kind, Register
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+
+
+def trace(model: nn.Module, shape: tuple[int, ...]) -> Register:
+    """Register of a network whose examples have this shape (without batch).
+
+    Modules are called in evaluation mode: what only training uses, such as an auxiliary classifier, is not among
+    `calls`. The network itself, with path "", is the first. Which tensors are trained shows a step with two examples.
+    """
+    modules, named, state = dict(model.named_modules()), _names(model), own(model)
+    moved, calls = _moved(model, shape), _calls(model, shape)
+    layers, rows = _layers(modules, calls), []
+    for name, value in state.items():
+        path = name.rpartition(".")[0]
+        module = modules[path]
+        parameter = isinstance(value, nn.Parameter)
+        kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"
+        running = [named[id(each)][0] in moved for each in module.buffers(recurse=False) if each.is_floating_point()]
+        normalises = isinstance(module, _NORMS) or (any(running) and not any(module.children()))
+        facts = (kind, path, layers.get(path, path), _type(module), normalises, name in moved)
+        rows.append(Entry(name, *facts, tuple(named[id(value)][1:])))
+    return Register(tuple(rows), tuple(calls))
+
+
+def own(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A network's state with each tensor once, under the first of its names."""
+    state = model.state_dict(keep_vars=True)
+    first = {same[0] for same in names(model)}
+    return {name: value for name, value in state.items() if name in first}
+
+
+def names(model: nn.Module) -> list[list[str]]:
+    """Names of each tensor of a network's state."""
+    return list(_names(model).values())
+
+
+def places(model: nn.Module) -> dict[str, str]:
+    """Each module's own tensors, at the first place of the module -> the first name of the tensor."""
+    found: dict[str, str] = {}
+    named = _names(model)
+    for path, module in model.named_modules():
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        found |= {f"{path}.{leaf}" if path else leaf: named[id(v)][0] for leaf, v in own.items() if id(v) in named}
+    return found
+
+
+def sharers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Modules with the weight of the module at `path`, each with its path; a module in two places is there twice."""
+    weight = model.get_submodule(path).weight
+    every = model.named_modules(remove_duplicate=False)
+    return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), []).append(name)
+    return found
+
+
+def _type(module: nn.Module) -> str:
+    if isinstance(module, Attention):
+        return ATTENTION
+    for kind in type(module).__mro__:
+        if kind is not nn.Module and getattr(nn, kind.__name__, None) is kind:
+            return kind.__name__
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _layers(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
+    """Batch normalisation -> the layer called right before it, which gives as many channels."""
+    found, before = {}, ""
+    for path in calls:
+        module = modules[path]
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            last = modules[before]
+            if module.num_features == getattr(last, "out_channels", getattr(last, "out_features", None)):
+                found[path] = before
+        if not any(module.children()):
+            before = path
+    return found
+
+
+def _calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
+    called: dict[str, None] = {}
+
+    def hook(path: str) -> Any:
+        return lambda module, inputs: called.setdefault(path)
+
+    watches = [each.register_forward_pre_hook(hook(path)) for path, each in model.named_modules()]
+    was_training = model.training
+    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    try:
+        with registry.plain_attention(), torch.no_grad():
+            model.eval()(torch.zeros(1, *shape, device=place))
+    finally:
+        model.train(was_training)
+        for watch in watches:
+            watch.remove()
+    return list(called)
+
+
+def _moved(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
+    """Names of the tensors that a training step changes; of a copy of the network, which stays as it is."""
+    model = copy.deepcopy(model).train()
+    before = {name: value.detach().clone() for name, value in own(model).items()}
+    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        told = model(torch.rand(2, *shape).to(place))  # below 1: token 0, where an example is tokens
+        loss = sum(each.float().sum() for each in _tensors(told) if each.requires_grad)
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
+    after = own(model)
+    moved = {name for name, value in after.items() if value.grad is not None}
+    return moved | {name for name, value in after.items() if not torch.equal(value.detach(), before[name])}
+
+
+def _tensors(told: Any) -> list[torch.Tensor]:
+    return [each for each in torch.utils._pytree.tree_leaves(told) if isinstance(each, torch.Tensor)]

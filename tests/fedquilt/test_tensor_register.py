@@ -1,0 +1,196 @@
+"""The register says what a network's tensors are: by what the network does, not by names and shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedquilt.core import ModelError
+from fedquilt.tensor_register import Entry, Register, dense, of, plain
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from fedquilt.models.networks import registry, tensor_register  # noqa: E402
+from fedquilt.testing import awkward  # noqa: E402
+
+
+def traced(network: dict[str, Any]) -> Register:
+    return tensor_register.trace(registry.build(network), registry.input_shape(network))
+
+
+def kinds(register: Register) -> dict[str, str]:
+    return {entry.name: entry.kind for entry in register.tensors}
+
+
+# -- what a tensor is -----------------------------------------------------------------------------
+
+
+def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
+    """Moving averages are buffers that training changes, and their module is a normalisation."""
+    register = traced(awkward.table("moving_average"))
+    entry = register.entry("2.mean_ema")
+    assert entry is not None
+    assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
+    assert register.parameters({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
+    assert register.running("2.var_ema")
+
+
+def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
+    """`waves` never changes; the class token and the places are parameters of the network itself."""
+    register = traced(awkward.table("tokens"))
+    waves, token = register.entry("waves"), register.entry("class_token")
+    assert waves is not None
+    assert token is not None
+    assert (waves.kind, waves.trained, waves.normalises) == ("buffer", False, False)
+    assert (token.kind, token.module) == ("parameter", "")
+    assert register.entry("attention.in_proj_weight").type == "MultiheadAttention"  # type: ignore[union-attr]
+    assert register.entry("attention.out_proj.weight").type == "Linear"  # type: ignore[union-attr]
+
+
+def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
+    """An order of columns stays, `seen` grows; float16 is a buffer as float32 is."""
+    register = traced(awkward.table("typed"))
+    assert {name: kinds(register)[name] for name in ("order", "seen", "scale", "level")} == {
+        "order": "counter",
+        "seen": "counter",
+        "scale": "buffer",
+        "level": "buffer",
+    }
+    assert [entry.name for entry in register.tensors if not entry.trained] == ["order", "scale"]
+
+
+def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
+    """A weight that two layers share, and a module in two places with all that is in it."""
+    rows = {entry.name: entry.aliases for entry in traced(awkward.table("tied")).tensors}
+    assert rows["second.weight"] == ("third.weight",)
+    assert "third.weight" not in rows
+    shared = traced(awkward.table("shared"))
+    assert shared.entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
+    model = {"2.0.weight": 1, "5.weight": 2}
+    assert shared.aliased(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
+
+
+def test_tracing_leaves_the_network_as_it_was() -> None:
+    """Its tensors, its mode, and torch's random numbers."""
+    model = registry.build(awkward.table("root_parameter"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    wanted = torch.rand(1)
+    torch.manual_seed(3)
+    tensor_register.trace(model, (6,))
+    assert torch.equal(torch.rand(1), wanted)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# -- layers ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many_channels() -> None:
+    """By the order of calls: names do not matter, and one that stands before its layer is a layer of its own."""
+    found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
+    assert found.layers()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
+    assert found.entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
+    before = tensor_register.trace(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
+    assert before.layers() == {"0": ("0.bias", "0.weight"), "1": ("1.bias", "1.weight", "2.bias", "2.weight")}
+
+
+def test_the_head_is_the_linear_layer_called_last() -> None:
+    """A network whose `classifier` comes before its `encoder` in the alphabet."""
+
+    class Net(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = nn.Linear(8, 3)
+            self.encoder = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True))
+            self.a_first = nn.Linear(6, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            value = self.encoder[0](self.a_first(x))[:, None]
+            return self.classifier(self.encoder[1](value, value, value)[0][:, 0])
+
+    register = tensor_register.trace(Net(), (6,))
+    assert list(register.layers()) == ["a_first", "encoder.0", "encoder.1", "encoder.1.out_proj", "classifier"]
+    assert register.head() == "classifier"
+
+
+def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
+    """As in a language model whose embedding is its classifier."""
+
+    class Net(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.mix(self.embed(x.long()).mean(1)))
+
+    with pytest.raises(ModelError, match=r"the last layer 'head' shares the tensor 'embed\.weight'"):
+        tensor_register.trace(Net(), (3,)).head()
+
+
+def head_of(name: str) -> tuple[str | None, list[str]]:
+    """The head of torchvision's network, and the linear layers that give its 1000 classes in evaluation mode."""
+    quiet = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    from fedquilt.torchvision_compat import torchvision
+
+    model = torchvision().models.get_model(name, **quiet)
+    size = {"inception_v3": 299, "vit_b_32": 224}.get(name, 64)
+    told = [
+        path
+        for path, each in model.named_modules()
+        if isinstance(each, nn.Linear) and each.out_features == 1000 and "aux" not in path.lower()
+    ]
+    return tensor_register.trace(model, (3, size, size)).head(), told
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
+def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classes(name: str) -> None:
+    """Names alone take ConvNeXt's `features.7.2.block.5`. SqueezeNet has none."""
+    pytest.importorskip("fedquilt.torchvision_compat")
+    found, told = head_of(name)
+    assert [found] == (told or [None])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["vit_b_32", "swin_t", "googlenet", "densenet121", "regnet_y_400mf", "inception_v3"])
+def test_so_are_the_heads_of_larger_ones(name: str) -> None:
+    """Those that take longer to run."""
+    found, told = head_of(name)
+    assert [found] == told
+
+
+def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
+    """ResNet18: 20 convolutions each with its own batch norm, and the classifier, which is the head."""
+    found = traced({"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}})
+    layers = found.layers()
+    assert len(layers) == 21
+    assert layers["layer1.0.conv2"] == ("layer1.0.bn2.bias", "layer1.0.bn2.weight", "layer1.0.conv2.weight")
+    assert all(len(names) == 3 for layer, names in layers.items() if layer != "fc")
+    assert found.head() == "fc"
+
+
+# -- in a network's table -------------------------------------------------------------------------
+
+
+def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself() -> None:
+    """As that of an `mlp` does, which the numpy engine trains."""
+    network = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
+    assert of(network) == traced(network) == dense(3)
+    with pytest.raises(ModelError, match="no register of the tensors of 'gru'"):
+        of({"name": "gru"})
+    with pytest.raises(ModelError, match="register is damaged"):
+        of({"name": "gru", "register": {"tensors": [1]}})
+
+
+def test_numbers_in_names_are_compared_as_numbers() -> None:
+    """So the last layer of a long sequence is its last, not its ninth."""
+    rows = [Entry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
+    register = Register(tuple(rows))
+    assert list(register.layers()) == ["2", "9", "10"]
+    assert register.head() == "10"
+    assert plain({"name": "x", "register": {}}) == {"name": "x"}
