@@ -64,7 +64,7 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
     """Each row says whether the failure recurs and how long the device is not selected."""
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - boards.NO_REFUSAL
-    assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding"}
+    assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
     assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= eligibility.REASONS.keys()
     told = {
         "start": "until its agent starts",
