@@ -87,7 +87,7 @@ def logged(row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractS
         engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
-    return waiting(state, engines, surveyed(state), busy, boards.get, time.time(), state.opened_s + state.deadline_s)
+    return waiting(state, engines, surveyed(state), busy, boards.get, time.time(), rounds.next_s(state))
 
 
 def surveyed(state: Rounds) -> set[str]:
@@ -136,6 +136,9 @@ def waiting(
     if state.phase == "selecting":
         text = f"{there}, at least {rounds.needed(state)} needed"
         return Wait(text, text, "boards")
+    if rounds.all_declined(state):  # the round ends within seconds: nobody could start a device until then
+        text = f"other devices: {names(sorted(state.declined))} declined"
+        return Wait(f"{text}{_limit(until, now)}", text, "lost")
     want = rounds.wanted(state, set(able) - state.passed.keys())
     text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {rounds.quorum(state, want)}"
     return Wait(f"{text}{_limit(until, now)}", text, "boards")

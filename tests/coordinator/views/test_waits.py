@@ -148,6 +148,27 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> Non
     assert waits.taken(state, "ab", dict.fromkeys("ab", "k-1")) is None
 
 
+def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job fails 10 s after the round's begin, not at its deadline, and nobody is told to start more."""
+    stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
+    hands = [stage.hand(name) for name in "abc"]
+    console = terminal.Console(clock=lambda: stage.broker.now_s)
+    stage.play()
+    refused = {"accepted": False, "code": "diverged", "reason": "the loss became NaN"}
+    for hand in hands:
+        hand.say("claim", wire.Claim(job=stage.job, round=0, attempt=0, **refused))
+    stage.play(1.0)
+    told = ""
+    for _ in range(8):
+        console.wait(stage.server, stage.noted.board)
+        told += " ".join(capsys.readouterr().out.split())
+        stage.play(1.0)
+    assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
+    stage.store.close()
+
+
 def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     two_jobs: TwoJobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
