@@ -162,14 +162,27 @@ def _unanswered(
     if not lost and not state.answered:
         return None
     parts = [f"{names(devices)}, {why}" for why, devices in lost.items()]
-    if work and state.answered:
+    rest = ""
+    if work and lost and _goes_on_without(state, able, board, [device for each in lost.values() for device in each]):
+        parts, rest = [], f", not for {'; '.join(parts)}"
+    if work and (state.answered or rest):
         since = min(state.asked_s.get(device, state.opened_s) for device in work)
         parts.append(
             f"{names(work)}, at work for {units.duration(now - since)}" if since else f"{names(work)}, at work"
         )
     groups = [(why.partition(" ")[0], *devices) for why, devices in lost.items()]
     key = tuple(groups or work)
-    return Wait(f"{'; '.join(parts)}{_limit(until, now)}", key, "lost" if lost else "working")
+    return Wait(f"{'; '.join(parts)}{_limit(until, now)}{rest}", key, "lost" if lost else "working")
+
+
+def _goes_on_without(
+    state: Rounds, able: Collection[str], board: Callable[[str], Board | None], lost: Collection[str]
+) -> bool:
+    """Return whether a round closes once the other devices that it asked have answered, as none of `lost` can."""
+    if any((known := board(device)) is None or known.online for device in lost):
+        return False
+    gone = frozenset(lost)
+    return len(state.answered) + len(state.asked - gone) >= rounds.quorum(state, rounds.wanted(state, able, gone))
 
 
 def _limit(until: float, now: float) -> str:
