@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fedquilt.coordinator import passed
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import Profile, SiteRight, Update, UpdateError
+
+if TYPE_CHECKING:
+    from fedquilt.coordinator import passed
 
 MOST_W: Final = 3000.0  # of any board
 UNKNOWN_W: Final = 1000.0  # of one whose profile has no watts
@@ -44,28 +46,29 @@ class Bounds(NamedTuple):
     ask: Ask = Ask()  # of its task
     limit_s: float = math.inf  # longest time that it can have worked on the task
     examples: float = MOST_EXAMPLES  # most that a device of the job may count as
+    reported: float = MOST_EXAMPLES  # most examples that a device of the job may report
     right: SiteRight | None = None  # None: it is no site
 
 
-class Weights(Struct):
-    """Weights of a job's devices: of each, that of its last update that counted."""
+class DeviceNumbers(Struct):
+    """One number of each device of a job, as its weight, and the order of these numbers."""
 
     by_device: dict[str, float] = {}
     ascending: list[float] = []
 
-    def note(self, update: Update) -> None:
-        """Keep the weight of an update. The boards of a site weigh their mean."""
-        if (before := self.by_device.get(update.device)) is not None:
+    def note(self, device: str, number: float) -> None:
+        """Store a device's number in place of the one before."""
+        if (before := self.by_device.get(device)) is not None:
             del self.ascending[bisect_left(self.ascending, before)]
-        weight = self.by_device[update.device] = update.weight / max(len(update.boards), 1)
-        insort(self.ascending, weight)
+        self.by_device[device] = number
+        insort(self.ascending, number)
 
     def most(self, device: str, limit: int | None) -> float:
-        """Return the largest weight that a device may have.
+        """Return the largest number that a device may report.
 
         Args:
-            device: The device, whose own weights do not count.
-            limit: The job's [cohort] max_examples, or None if the weights of the other devices decide.
+            device: The device, whose own number does not count.
+            limit: The job's [cohort] max_examples, or None if the numbers of the other devices decide.
         """
         if limit is not None:
             return limit
@@ -122,7 +125,7 @@ def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
             odd.append(f"{name} of {said}, and it was {most} at the most")
             usage = replace(usage, **{name: most})
     below = update.below
-    if (usage.examples or 0) > (most_examples := bounds.examples * (bounds.right.most if bounds.right else 1)):
+    if (usage.examples or 0) > (most_examples := bounds.reported * (bounds.right.most if bounds.right else 1)):
         odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
         usage = replace(usage, examples=None)
     most = MOST_BYTES * (bounds.right.most if bounds.right else 0)
@@ -145,12 +148,15 @@ def require(update: Update, bounds: Bounds, *, work: bool) -> None:
     """
     if odd := sorted(name for name, value in update.metrics.items() if not math.isfinite(value)):
         raise UpdateError(f"metric {odd[0]!r} is not a finite number")
+    from fedquilt.coordinator import passed  # imports numpy, which a reader of snapshots does without
+
     for_boards = passed.of_site(update.bundles) or not work
-    most = bounds.examples * (bounds.right.most if bounds.right and for_boards else 1)
+    boards = bounds.right.most if bounds.right and for_boards else 1
+    most = bounds.reported * boards
     if not 0 <= update.metrics.get("check.examples", 0.0) <= most:
         raise UpdateError(f"metric 'check.examples' is negative, or more than {most:g}")
     if work:
-        _require_weight(update, most, update.usage.examples)
+        _require_weight(update, bounds.examples * boards, update.usage.examples)
         _require_speed(update, bounds)
 
 

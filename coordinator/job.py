@@ -260,7 +260,9 @@ class Running:
         ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
         limit_s = claims.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
-        bounds = claims.Bounds(ask, limit_s, self.standing.weights.most(device, self.job.cohort.max_examples), right)
+        limit, standing = self.job.cohort.max_examples, self.standing
+        weight, examples = standing.weights.most(device, limit), standing.reported.most(device, limit)
+        bounds = claims.Bounds(ask, limit_s, weight, examples, right)
         work, take = "work" in self.rounds.actions, self.taking(update, profile, bounds, large=large)
 
         def examined() -> Examined:

@@ -313,10 +313,10 @@ def _attend(
     waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
     if enough and state.extended:
         return Closed(state.round)
-    if now_s >= next_s(state) and not (chosen and _all_declined(state) and now_s < state.opened_s + state.deadline_s):
+    if now_s >= next_s(state) and not (chosen and all_declined(state) and now_s < state.opened_s + state.deadline_s):
         if enough:
             return Closed(state.round)
-        if state.deadline_s < state.longest_s and not _all_declined(state):
+        if state.deadline_s < state.longest_s and not all_declined(state):
             return Extended(state.round)
         failed = _failed(state, online)
         if _prevent_quorum(state, failed, {*online, *apart}, quorum(state, want)):
@@ -337,10 +337,11 @@ def _attend(
 
 def _patience_s(state: Rounds) -> float:
     """Seconds that an attempt may take; few once every possible device has declined."""
-    return min(state.deadline_s, DECLINED_S) if _all_declined(state) else state.deadline_s
+    return min(state.deadline_s, DECLINED_S) if all_declined(state) else state.deadline_s
 
 
-def _all_declined(state: Rounds) -> bool:
+def all_declined(state: Rounds) -> bool:
+    """Return whether devices have declined and no other one has been asked."""
     return bool(state.declined) and not state.asked
 
 

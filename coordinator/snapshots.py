@@ -19,16 +19,16 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.checksums import checksum
-from fedquilt.coordinator.claims import Weights
+from fedquilt.coordinator.claims import DeviceNumbers
 from fedquilt.coordinator.contributed import Contributed
 from fedquilt.coordinator.facts import Answered, AnyFact, Rounds
 from fedquilt.coordinator.job_logs import Log, has
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.store_rows import DamagedRunError, storing
-from fedquilt.core import UNDECODABLE, StoreError
+from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.logs import about
 
-RULES: Final = 7  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 8  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
@@ -49,15 +49,22 @@ class Standing(msgspec.Struct):
     rounds: Rounds
     examples: dict[str, int] = {}  # device -> number of its examples, as reported
     facts: int = 0
-    weights: Weights = msgspec.field(default_factory=Weights)
+    weights: DeviceNumbers = msgspec.field(default_factory=DeviceNumbers)  # of a site: the mean of its boards
+    reported: DeviceNumbers = msgspec.field(default_factory=DeviceNumbers)  # examples, likewise
 
     def take(self, fact: AnyFact, after: Rounds) -> None:
         """Go on to the state after a fact."""
-        if isinstance(fact, Answered) and fact.update.usage.examples is not None:
-            self.examples[fact.update.device] = fact.update.usage.examples
-        if isinstance(fact, Answered) and "work" in after.actions and fact.update.weight > 0:
-            self.weights.note(fact.update)
+        if isinstance(fact, Answered):
+            self._take_update(fact.update, work="work" in after.actions)
         self.rounds, self.facts = after, self.facts + 1
+
+    def _take_update(self, update: Update, *, work: bool) -> None:
+        boards = max(len(update.boards), 1)
+        if (examples := update.usage.examples) is not None:
+            self.examples[update.device] = examples
+            self.reported.note(update.device, examples / boards)
+        if work and update.weight > 0:
+            self.weights.note(update.device, update.weight / boards)
 
 
 class Kept(NamedTuple):

@@ -192,6 +192,15 @@ class Store:
             self._rows.append([(run, now, encoded(run, Noted(said))) for run, said in notes.items()])
         return id
 
+    def continue_or_add(self, job: Job, bundle: Path) -> tuple[str, bool]:
+        """Return the unfinished run of exactly this job and True, or queue a new run and return False.
+
+        Processes that submit the same job at once get the same run.
+        """
+        with self._writing():
+            id = self.unfinished(job, bundle)
+            return (id, True) if id is not None else (self.add(job, bundle), False)
+
     def jobs(self) -> list[Row]:
         """All jobs that this version can read, in the order of queueing."""
         return [row for row in self.all_jobs() if isinstance(row, Row)]

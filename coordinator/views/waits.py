@@ -87,7 +87,7 @@ def logged(row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractS
         engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
-    return waiting(state, engines, surveyed(state), busy, boards.get, time.time(), state.opened_s + state.deadline_s)
+    return waiting(state, engines, surveyed(state), busy, boards.get, time.time(), rounds.next_s(state))
 
 
 def surveyed(state: Rounds) -> set[str]:
@@ -136,6 +136,9 @@ def waiting(
     if state.phase == "selecting":
         text = f"{there}, at least {rounds.needed(state)} needed"
         return Wait(text, text, "boards")
+    if rounds.all_declined(state):  # the round ends within seconds: nobody could start a device until then
+        text = f"other devices: {names(sorted(state.declined))} declined"
+        return Wait(f"{text}{_limit(until, now)}", text, "lost")
     want = rounds.wanted(state, set(able) - state.passed.keys())
     text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {rounds.quorum(state, want)}"
     return Wait(f"{text}{_limit(until, now)}", text, "boards")
@@ -159,14 +162,27 @@ def _unanswered(
     if not lost and not state.answered:
         return None
     parts = [f"{names(devices)}, {why}" for why, devices in lost.items()]
-    if work and state.answered:
+    rest = ""
+    if work and lost and _goes_on_without(state, able, board, [device for each in lost.values() for device in each]):
+        parts, rest = [], f", not for {'; '.join(parts)}"
+    if work and (state.answered or rest):
         since = min(state.asked_s.get(device, state.opened_s) for device in work)
         parts.append(
             f"{names(work)}, at work for {units.duration(now - since)}" if since else f"{names(work)}, at work"
         )
     groups = [(why.partition(" ")[0], *devices) for why, devices in lost.items()]
     key = tuple(groups or work)
-    return Wait(f"{'; '.join(parts)}{_limit(until, now)}", key, "lost" if lost else "working")
+    return Wait(f"{'; '.join(parts)}{_limit(until, now)}{rest}", key, "lost" if lost else "working")
+
+
+def _goes_on_without(
+    state: Rounds, able: Collection[str], board: Callable[[str], Board | None], lost: Collection[str]
+) -> bool:
+    """Return whether a round closes once the other devices that it asked have answered, as none of `lost` can."""
+    if any((known := board(device)) is None or known.online for device in lost):
+        return False
+    gone = frozenset(lost)
+    return len(state.answered) + len(state.asked - gone) >= rounds.quorum(state, rounds.wanted(state, able, gone))
 
 
 def _limit(until: float, now: float) -> str:

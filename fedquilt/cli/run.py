@@ -72,10 +72,12 @@ def run(
             return 0
 
         def submit() -> str:
-            if id is None:
+            if new:
                 return store.add(read, folder.resolve())
-            print(f"continuing {id}, which is unfinished (--new begins anew)")
-            store.set_status(id, "running")
+            id, found = store.continue_or_add(read, folder.resolve())
+            if found:
+                print(f"continuing {id}, which is unfinished (--new begins anew)")
+                store.set_status(id, "running")
             return id
 
         return homes.follow(home, broker, blobs, store, submit)

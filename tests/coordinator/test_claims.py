@@ -140,10 +140,10 @@ def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
         claims.require(heavy, claims.Bounds(examples=100.0, right=RIGHT), work=True)
 
 
-def weighed(**weights: float) -> claims.Weights:
-    found = claims.Weights()
+def weighed(**weights: float) -> claims.DeviceNumbers:
+    found = claims.DeviceNumbers()
     for device, weight in weights.items():
-        found.note(msgspec.structs.replace(update(), device=device, weight=weight))
+        found.note(device, weight)
     return found
 
 
@@ -156,8 +156,19 @@ def test_a_device_counts_as_a_hundred_others_at_most() -> None:
     assert weighed(a=10.0, b=20.0, z=1.0).most("z", None) == claims.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=30.0).most("z", 7) == 7
     again = weighed(a=10.0, b=20.0, c=30.0)
-    again.note(msgspec.structs.replace(update(), device="a", weight=50.0))
+    again.note("a", 50.0)
     assert again.ascending == [20.0, 30.0, 50.0]
+
+
+def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same() -> None:
+    """SCAFFOLD and pFedMe give every device the weight 1, which says nothing about how many examples it has."""
+    honest = msgspec.structs.replace(update(examples=1200), metrics={"check.examples": 300.0})
+    bounds = claims.Bounds(examples=100.0, reported=120_000.0)
+    claims.require(honest, bounds, work=True)
+    assert claims.bound(honest, bounds) == (honest, "")
+    assert "120001 examples, and 120000 are the most" in claims.bound(update(examples=120_001), bounds)[1]
+    with pytest.raises(UpdateError, match="more than 299"):
+        claims.require(honest, claims.Bounds(reported=299.0), work=False)
 
 
 # -- the table ------------------------------------------------------------------------------------

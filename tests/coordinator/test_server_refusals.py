@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from by_hand import Stage, ones
+from side_by_side import Staged
 
 from fedquilt import tensors, wire
 from fedquilt.coordinator import admission, conduct
@@ -70,6 +71,18 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
     assert stored is not None
     assert tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [2.0, 2.0]
+
+
+def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:
+    """SCAFFOLD's weight is 1: the fourth device is believed that it has 2,000 examples, and holds 400 out."""
+    stage = staged(cohort={"min_devices": 4})
+    hands = [stage.hand(name) for name in "abcd"]
+    stage.play()
+    for hand in hands:
+        hand.answer(ones(), weight=1.0, usage=Usage(examples=2000), metrics={"check.examples": 400.0})
+        stage.play()
+    assert not stage.told(Rejected)
+    assert [fact.update.usage.examples for fact in stage.told(Answered)] == [2000] * 4
 
 
 def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import contextlib
 import os
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -126,6 +128,32 @@ def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Stor
     assert holder.served()
     holder.close()
     assert not asker.served()
+
+
+def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
+    tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one submits between the look of the first one and what that writes: it waits for that."""
+    first, found = opened(), list[tuple[str, bool]]()
+    add = first.add
+
+    def submit() -> None:
+        with Store(first.home) as second:
+            found.append(second.continue_or_add(JOB, tmp_path / "bundle"))
+
+    other = threading.Thread(target=submit)
+
+    def add_late(*args: Any) -> str:
+        other.start()
+        other.join(0.5)
+        return add(*args)
+
+    monkeypatch.setattr(first, "add", add_late)
+    run, continued = first.continue_or_add(JOB, tmp_path / "bundle")
+    other.join()
+    assert not continued
+    assert found == [(run, True)]
+    assert [row.id for row in first.jobs()] == [run]
 
 
 def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened: Callable[[], Store]) -> None:

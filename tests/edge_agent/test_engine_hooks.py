@@ -120,7 +120,7 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
 
 def test_a_penalty_that_is_not_finite_is_refused():
     """Though the network's own loss is fine."""
-    with pytest.raises(UpdateError, match="the loss is nan in step 1"):
+    with pytest.raises(UpdateError, match="the loss became NaN at step 1"):
         changed(torch_one, Hooks(steps=(Step(penalty=lambda module, x, scores, anchors: 0 * scores.sum() / 0),)))
 
 

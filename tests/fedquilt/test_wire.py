@@ -210,7 +210,7 @@ def test_a_chunk_is_named_by_its_topic_alone() -> None:
         "",
         "fq/2/lab/coord/state",
         "fq/1/lab\n/coord/state",
-        "fq/1/lab/dev/tx2-1/dn/presence",
+        "fq/1/lab/dev/tx2-1/dn/profile",
         "fq/1/lab/dev/tx2-1/up/task",
         "fq/1/lab/dev/TX2/up/claim",
         "fq/1/lab/dev/../up/claim",

@@ -14,7 +14,7 @@ from fedquilt import config, methods
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
-MOST_LINES = 400
+MOST_LINES = 600
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
 
 
@@ -67,7 +67,7 @@ def test_every_package_folder_is_listed() -> None:
     assert set(setup["packages"]) == found
 
 
-def test_no_product_file_has_more_than_400_lines() -> None:
+def test_no_product_file_has_more_than_600_lines() -> None:
     """What grows beyond that is split by what belongs together."""
     places = (*FOLDERS, "fedquilt", "examples")
     files = [path for place in places for path in (ROOT / place).rglob("*.py")]

@@ -31,6 +31,7 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, DataError, Examples, JobError, Site, Task, Tensors
 from fedquilt.data import images
 from fedquilt.models import subspaces
+from fedquilt.models.networks import registry
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import states
@@ -83,8 +84,11 @@ def uploaded(row: Row, network: Mapping[str, Any], start: Tensors, example: Exam
     job = Job(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
     victim = Member("victim", example, Examples(example.x[:0], example.y[:0]))
     double = replace(method, work=work)
+    from fedquilt.models.networks import tensor_register  # needs torch, as the attack does
+
     with Scratch() as place:
-        bundle.write(place, {"network": dict(network)}, {"model": tensors.encode(start)})
+        register = tensor_register.trace(registry.build(network), registry.input_shape(network))
+        bundle.write(place, {"network": dict(network), "register": register}, {"model": tensors.encode(start)})
         for _ in states(job, place, [victim], load=lambda name: double, engine=engine):
             found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]
             kept = {

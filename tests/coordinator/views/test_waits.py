@@ -15,7 +15,7 @@ from side_by_side import TwoJobs
 from fedquilt import bundle, wire
 from fedquilt.cli import main
 from fedquilt.coordinator import unreadable
-from fedquilt.coordinator.facts import Asked, Declined, Ended, Rounds, Started, Surveyed, apply
+from fedquilt.coordinator.facts import Asked, Committed, Declined, Ended, Rounds, Started, Surveyed, apply
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store_reader import Reader
@@ -148,6 +148,27 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> Non
     assert waits.taken(state, "ab", dict.fromkeys("ab", "k-1")) is None
 
 
+def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job fails 10 s after the round's begin, not at its deadline, and nobody is told to start more."""
+    stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
+    hands = [stage.hand(name) for name in "abc"]
+    console = terminal.Console(clock=lambda: stage.broker.now_s)
+    stage.play()
+    refused = {"accepted": False, "code": "diverged", "reason": "the loss became NaN"}
+    for hand in hands:
+        hand.say("claim", wire.Claim(job=stage.job, round=0, attempt=0, **refused))
+    stage.play(1.0)
+    told = ""
+    for _ in range(8):
+        console.wait(stage.server, stage.noted.board)
+        told += " ".join(capsys.readouterr().out.split())
+        stage.play(1.0)
+    assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
+    stage.store.close()
+
+
 def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     two_jobs: TwoJobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +200,27 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
         told += " ".join(capsys.readouterr().out.split())
     assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
+    stage.store.close()
+
+
+def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It closes as soon as the two others have answered; without `min_devices` that is long before its deadline."""
+    stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
+    hands = [stage.hand(name) for name in "abc"]
+    console, told = terminal.Console(clock=lambda: stage.broker.now_s), ""
+    stage.play(10.0)
+    hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    for _ in range(12):
+        stage.play(1.0)
+        console.wait(stage.server, stage.noted.board)
+        told += " ".join(capsys.readouterr().out.split())
+    assert re.search(r"waiting for a, b, at work for 1\d s, until \S.*\(58\d s\), not for c, offline since", told), told
+    hands[0].answer(ones())
+    hands[1].answer(ones())
+    stage.play(3.0)
+    assert stage.told(Committed)
     stage.store.close()
 
 

@@ -180,7 +180,7 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     assert np.ptp(trained_on) > 0
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
-    order = CheckOrder(model=str(model), before=None, budget_bytes=10**9, data=own)
+    order = CheckOrder(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
     checked = check._held_out(order, about, examples.load)
     assert checked is not None
     np.testing.assert_array_equal(about.prepared(checked.x), trained_on)

@@ -56,7 +56,7 @@ def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[s
     drawn: set[str] = set()
     play(
         "fedavg",
-        to_train({"name": "x", "classes": 3}, START),
+        to_train({"name": "x", "classes": 3}, START, kinds={"seen": "counter"}),
         learners(5),
         engine=NumpyEngine(1 << 40, base_bytes=0),
         method=one_further(seen, labels),
