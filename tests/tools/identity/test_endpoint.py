@@ -204,7 +204,7 @@ def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.L
             while raw.recv(4096):
                 pass
             assert ask(site, "GET", "/")[0] == 404
-        until(lambda: "the connection of 127.0.0.1 ended early" in caplog.text)
+        until(lambda: "the connection of 127.0.0.1 ended early" in caplog.text, "the log says it")
     assert "Traceback" not in caplog.text
 
 
