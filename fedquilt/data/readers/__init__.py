@@ -61,7 +61,7 @@ def image_depth(spec: DataSpec) -> int:
     Raises:
         DataError: If the folder holds no images, or an image cannot be decoded.
     """
-    return image_file.depth_of(_image_files(msgspec.structs.replace(spec, split="train")))
+    return image_file.measure_grey_depth(_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:

@@ -116,22 +116,24 @@ def require_supported(files: Sequence[Path]) -> None:
             raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
 
 
-def depth_of(files: Sequence[Path], sample: int = 64) -> int:
-    """Return the bits of a grey level that images use, or 0 for 8-bit images.
+def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
+    """Return the bit depth of grey images, 9 to 16, or 0 for 8-bit images.
 
-    A 12-bit camera saves PNG of 16 bits, of which it uses 12. Every image is decoded of a small set, and evenly chosen
-    ones of a large set.
+    A 12-bit camera saves PNG of 16 bits, of which it uses 12. At least `sample` evenly chosen images are decoded.
 
     Raises:
         DataError: If an image cannot be decoded.
     """
     largest = 0
     for file in files[:: max(1, len(files) // sample)]:
-        with _opened(pillow(), file) as image:
-            if image.mode in DEEP_MODES:
-                largest = max(largest, int(np.asarray(image).max(initial=0)))
-            elif not largest:
-                return 0
+        try:
+            with _opened(pillow(), file) as image:
+                if image.mode in DEEP_MODES:
+                    largest = max(largest, int(np.asarray(image).max(initial=0)))
+                elif not largest:
+                    return 0
+        except OSError as error:
+            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
     return max(DEPTHS[0], min(largest.bit_length(), DEPTHS[-1])) if largest else 0
 
 

@@ -255,6 +255,15 @@ def test_deep_images_without_depth_name_the_setting(tmp_path: Path) -> None:
         examples.load_all(DataSpec(str(tmp_path), depth=10))
 
 
+def test_a_file_that_is_no_image_is_named_when_the_job_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    file = tmp_path / "train" / "a" / "0.png"
+    file.write_bytes(b"no image")
+    with pytest.raises(DataError, match="cannot read the image") as raised:
+        complete({"path": str(tmp_path)})
+    assert str(file) in str(raised.value)
+
+
 def test_a_model_whose_reading_settings_are_forged_is_rejected(tmp_path: Path) -> None:
     for given, reason in (({"path": "/etc/passwd"}, "unknown key 'path'"), ({"size": "many"}, "'reading'")):
         with pytest.raises(ModelError, match=reason):
