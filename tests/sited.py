@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.edge_agent.task.worker import InlineWorker, VirtualWorker
 from fedquilt.tools import demo
 from fedquilt.tools.simulation.agents import Plan
 from fedquilt.tools.site import virtual
@@ -32,6 +33,13 @@ from fedquilt.tools.site.virtual import VirtualSite
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 
 Seat = tuple[MemoryLink, Endpoint]
+
+
+class StalledWorker(InlineWorker):
+    """Never ends a task, while its agent answers everything else."""
+
+    def start(self, order: Order, now_s: float) -> None:
+        VirtualWorker.start(self, order, now_s)
 
 
 @dataclass
@@ -49,6 +57,7 @@ class Federation:
     id: str = "job-1"
     below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
     limits: Limits = field(default_factory=Limits)
+    stalled: Collection[str] = ()  # devices that never end a task
 
     def __post_init__(self) -> None:
         self.home = self.plan.home / "root"
@@ -101,7 +110,8 @@ class Federation:
         for table in tables:
             options = settings.parse({**table, "fleet": fleet})
             board = make(options.board)
-            worker = InlineWorker(board, self._together.load)
+            kind = StalledWorker if options.device in self.stalled else InlineWorker
+            worker = kind(board, self._together.load)
             gone = wire.encode(wire.Presence(online=False, boot="board", seq=0))
             link = self.broker.connect((wire.Topics(fleet).device(options.device, "up", "presence"), gone))
             agent = Agent(link, options, board, worker, "board", durable=False, shared=self._shared, clock=lambda: None)
@@ -156,11 +166,15 @@ class Federation:
 
 @contextlib.contextmanager
 def federation(
-    plan: Plan, split: Sequence[int] = (), id: str = "job-1", limits: Limits | None = None
+    plan: Plan,
+    split: Sequence[int] = (),
+    id: str = "job-1",
+    limits: Limits | None = None,
+    stalled: Collection[str] = (),
 ) -> Iterator[Federation]:
     """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
-        made = Federation(plan, stack, id=id, limits=limits or Limits())
+        made = Federation(plan, stack, id=id, limits=limits or Limits(), stalled=stalled)
         begin = 0
         for number, count in enumerate(split):
             made.site(f"site-{number}", made.tables[begin : begin + count])
