@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -36,6 +37,8 @@ UNENTITLED: Final = (
     "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. With "
     "certificates, `fedquilt ca issue NAME --role site` grants the right; without, [sites.NAME] in limits.toml does"
 )
+
+M = TypeVar("M", bound=Struct)
 
 
 class Bounds(NamedTuple):
@@ -77,6 +80,30 @@ class Weights(Struct):
         if own is not None and bisect_left(self.ascending, own) <= at:
             at += 1
         return min(USUAL * max(self.ascending[at], 1.0), MOST_EXAMPLES)
+
+
+def replace_unprintable(message: M, payload: bytes) -> M:
+    """Replace control characters in the texts of a message, which end up in logs and on terminals.
+
+    Args:
+        message: Message of a device.
+        payload: Bytes that the message was decoded from.
+    """
+    if payload.isascii() and b"\\" not in payload and b"\x7f" not in payload:
+        return message
+    return msgspec.convert(_printable(msgspec.to_builtins(message)), type(message))
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return (
+            value
+            if value.isprintable()
+            else "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
+        )
+    if isinstance(value, dict):
+        return {_printable(name): _printable(each) for name, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def verify_profile(profile: Profile, right: SiteRight | None) -> Profile:
