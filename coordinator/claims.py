@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.round_metrics import CHECK
 from fedquilt.core import Profile, SiteRight, Update, UpdateError
+from fedquilt.metrics import KNOWN
 
 if TYPE_CHECKING:
     from fedquilt.coordinator import passed
@@ -32,12 +35,15 @@ SPARE_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
 MOST_EXAMPLES: Final = 10_000_000  # of a device, while few others have told how many they have
 USUAL: Final = 100.0  # times the median of a job's devices, that another one may count
+ROUNDING: Final = 1e-6  # by which a mean of shares may be above 1
 ENOUGH: Final = 3  # devices of which the median is used
 LATER_EPOCHS: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
 UNENTITLED: Final = (
     "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. With "
     "certificates, `fedquilt ca issue NAME --role site` grants the right; without, [sites.NAME] in limits.toml does"
 )
+
+M = TypeVar("M", bound=Struct)
 
 
 class Bounds(NamedTuple):
@@ -80,6 +86,30 @@ class DeviceNumbers(Struct):
         if own is not None and bisect_left(self.ascending, own) <= at:
             at += 1
         return min(USUAL * max(self.ascending[at], 1.0), MOST_EXAMPLES)
+
+
+def replace_unprintable(message: M, payload: bytes) -> M:
+    """Replace control characters in the texts of a message, which end up in logs and on terminals.
+
+    Args:
+        message: Message of a device.
+        payload: Bytes that the message was decoded from.
+    """
+    if payload.isascii() and b"\\" not in payload and b"\x7f" not in payload:
+        return message
+    return msgspec.convert(_printable(msgspec.to_builtins(message)), type(message))
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return (
+            value
+            if value.isprintable()
+            else "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
+        )
+    if isinstance(value, dict):
+        return {_printable(name): _printable(each) for name, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def verify_profile(profile: Profile, right: SiteRight | None) -> Profile:
@@ -148,6 +178,10 @@ def require(update: Update, bounds: Bounds, *, work: bool) -> None:
     """
     if odd := sorted(name for name, value in update.metrics.items() if not math.isfinite(value)):
         raise UpdateError(f"metric {odd[0]!r} is not a finite number")
+    for name, value in update.metrics.items():
+        metric = KNOWN.get(name.removeprefix(CHECK))
+        if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
+            raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
     from fedquilt.coordinator import passed  # imports numpy, which a reader of snapshots does without
 
     for_boards = passed.of_site(update.bundles) or not work

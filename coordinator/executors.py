@@ -16,6 +16,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
+from fedquilt.coordinator import claims
 from fedquilt.coordinator.absence import Absence
 from fedquilt.coordinator.admission import Appeared, Arrived, Flooded, Removed, Returned, Silent
 from fedquilt.coordinator.conduct import ROUND_S
@@ -370,7 +371,7 @@ class OverLink:
                 if not unasked:  # else anybody may have sent it: a chunk is not signed
                     self._heard(route.device)
                 return None
-            told = wire.decode(message.payload, route.kind)
+            told = claims.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             if isinstance(told, Profile):

@@ -24,6 +24,7 @@ from fedquilt.heap import PROC
 log = logging.getLogger("fedquilt.agent")
 
 LINE_MOST_BYTES: Final = 4 << 20  # of one answer; a thousand metrics of a task are some 100 kB
+INVALID_LINES_MOST: Final = 100  # lines that are no answer, of one process
 TAIL_BYTES: Final = 4096  # of the child's last output
 FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
@@ -49,6 +50,7 @@ class Child:
         """`count_kills` and `count_own`: the kernel's kills for want of memory, in all and within the task's limit."""
         self.engine = engine
         self.garbled = False
+        self._invalid_lines = 0
         self._count_kills, self._oom_kills = count_kills, count_kills()
         self._count_own, self._own_kills = count_own, count_own()
         self._process = subprocess.Popen(
@@ -100,12 +102,22 @@ class Child:
         self.garbled = self.garbled or len(self._line) > LINE_MOST_BYTES
         events: list[Event] = []
         for line in lines:
+            if self.garbled:  # millions of lines may follow, and the agent has other work
+                break
             try:
                 events.append(_decoder.decode(line))
             except UNDECODABLE:
-                self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
-                log.warning("the task's process said what is no answer: %s", line[:200])
+                self._refuse_line(line)
         return events
+
+    def _refuse_line(self, line: bytes) -> None:
+        self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
+        if not self._invalid_lines:
+            log.warning(
+                "the task's process wrote a line that is no answer (further ones are not logged): %s", line[:200]
+            )
+        self._invalid_lines += 1
+        self.garbled = self._invalid_lines > INVALID_LINES_MOST
 
     def look(self) -> int | None:
         """Resident size in bytes; None: it is gone."""

@@ -232,7 +232,9 @@ class ChildWorker:
             self._end()
             self._order = None
             events.append(ended)
-        elif self._order is None and (spoilt or self._child.gone or now_s >= self._idle_s + self._warm_s):
+        elif self._order is None and (
+            spoilt or self._child.garbled or self._child.gone or now_s >= self._idle_s + self._warm_s
+        ):
             self._end()
         return events
 

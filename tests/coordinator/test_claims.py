@@ -91,6 +91,13 @@ def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
         claims.require(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
 
 
+@pytest.mark.parametrize("name", ["check.accuracy", "accuracy", "check.macro_f1"])
+@pytest.mark.parametrize("value", [1e6, 1.01, -0.5])
+def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
+    with pytest.raises(UpdateError, match="a share is from 0 to 1"):
+        claims.require(msgspec.structs.replace(update(), metrics={name: value}), claims.Bounds(), work=False)
+
+
 @pytest.mark.parametrize("name", profiles.names())
 def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
     """A task that takes all of the longest time at the highest watts of the board's own table."""

@@ -16,7 +16,7 @@ from by_hand import Hand, Stage, ones
 
 from fedquilt import tensors, wire
 from fedquilt.coordinator import passed
-from fedquilt.coordinator.facts import Answered, Committed, Ended, Rejected
+from fedquilt.coordinator.facts import Answered, Committed, Declined, Ended, Rejected
 from fedquilt.core import Contribution, OperatingPoint, Profile, Rates, Update, Usage, WireError
 from fedquilt.methods import fedavg, robust
 
@@ -175,3 +175,22 @@ def test_the_median_of_honest_devices_stays(tmp_path: Path, seed: int) -> None:
     robust_job = {"method": "robust", "params": {"rule": "median"}}
     changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
     require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)
+
+
+def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
+    """A reason and the name of a metric that would clear a terminal and begin a line of their own."""
+    odd = "\x1b[2J\x1b]0;title\x07\nround 9: done \x9b2J\x7f"
+    stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 5.0, "min_devices": 1, "quorum": 0.5})
+    honest, liar = stage.hand("a"), stage.hand("b")
+    stage.play(0.5)
+    task = next(task for task in reversed(liar.tasks) if task)
+    of = {"job": task.job, "round": task.round, "attempt": task.attempt}
+    claim = wire.Claim(**of, accepted=False, code="data", reason=odd)
+    liar.link.publish(liar.topics.device("b", "up", "claim"), wire.encode(claim))
+    honest.answer(ones(1.0), weight=10.0, metrics={odd: 1.0, "loss": 0.5})
+    stage.play(2.0)
+    (declined,) = stage.told(Declined)
+    (committed,) = stage.told(Committed)
+    assert declined.reason == "?[2J?]0;title? round 9: done ?2J?"
+    assert committed.metrics == {declined.reason: 1.0, "loss": 0.5}
+    stage.store.close()

@@ -6,6 +6,7 @@ import select
 import sys
 
 import msgspec
+import pytest
 from children import Place, carried_out, child, pid_of
 
 from fedquilt.edge_agent.task.worker import Worker
@@ -53,6 +54,32 @@ def test_a_child_that_answers_no_protocol_is_killed(place: Place) -> None:
         outcome = carried_out(worker, place.order())
     assert outcome.code == "failed"
     assert "answers no protocol" in outcome.reason
+
+
+def test_a_child_that_writes_lines_without_end_is_killed_and_logged_once(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent reads megabytes of lines at once: a message for each would keep it from everything else."""
+    with child(script("import sys; sys.stdin.readline()\nwhile True: sys.stdout.write('\\n' * 65536)")) as worker:
+        outcome = carried_out(worker, place.order())
+    assert outcome.code == "failed"
+    assert "answers no protocol" in outcome.reason
+    assert len(caplog.records) == 1
+
+
+def test_an_idle_child_that_writes_lines_without_end_is_killed(place: Place) -> None:
+    """A task that has left a thread behind writes them after the task's answer."""
+    endless = (
+        f"import sys; sys.stdin.readline(); sys.stdout.write({ANSWER.decode()!r})\nwhile True: sys.stdout.write('x\\n')"
+    )
+    with child(script(endless)) as worker:
+        carried_out(worker, place.order())
+        for _ in range(100):
+            if not worker.fds():
+                break
+            select.select(worker.fds(), [], [], 1.0)
+            worker.poll(0.0)
+        assert not worker.fds()
 
 
 def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
