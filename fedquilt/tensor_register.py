@@ -130,6 +130,15 @@ def dense(layers: int) -> Register:
     return Register(tuple(rows), ("", *map(str, range(2 * layers))))
 
 
+def of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> Register:
+    """Return a register of tensors of these kinds, and of parameters where no kind is given."""
+    rows = []
+    for name in names:
+        path = name.rpartition(".")[0]
+        rows.append(Entry(name, kinds.get(name, "parameter"), path, path, "", normalises=False, trained=True))
+    return Register(tuple(rows))
+
+
 def plain(network: Mapping[str, Any]) -> dict[str, Any]:
     """Return a network's table without the register: what builds the network and is shown."""
     return {key: value for key, value in network.items() if key != "register"}

@@ -83,7 +83,7 @@ def _child() -> Callable[[bytes], object]:
     """What the daemon makes of a line that its task's process writes."""
     child = process.Child.__new__(process.Child)
     child._line = child._tail = child._unsent = b""
-    child.garbled, child._errors = False, None
+    child.garbled, child._errors, child._invalid_lines = False, None, 0
 
     def read(line: bytes) -> object:
         out, into = os.pipe()

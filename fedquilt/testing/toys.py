@@ -18,7 +18,7 @@ from fedquilt.core import BlobRef, Bundle, Examples, Method, Order, Site, Task
 from fedquilt.data import images
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.models.partial import masks
-from fedquilt.tensor_register import Entry, Kind, Register
+from fedquilt.tensor_register import Kind, of_kinds
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation import run as simulated
 from fedquilt.tools.simulation.carriers import Hands
@@ -251,23 +251,13 @@ def to_train(
     return Bundle(meta, files(parts), lambda name: parts[name])
 
 
-def of_kinds(model: Mapping[str, np.ndarray], kinds: Mapping[str, Kind]) -> Register:
-    """Register of tensors of these kinds, and of parameters where none is given."""
-    rows = []
-    for name in model:
-        path = name.rpartition(".")[0]
-        kind = kinds.get(name, "parameter")
-        rows.append(Entry(name, kind, path, path, "toys.Module", normalises=False, trained=True))
-    return Register(tuple(rows))
-
-
 def registered(network: Mapping[str, Any]) -> dict[str, Any]:
     """Register of a network's tensors as `fedquilt prepare` writes it; nothing for an `mlp`, whose table says it."""
     if network.get("name") == "mlp":
         return {}
-    from fedquilt.models.networks import registry, tensor_register
+    from fedquilt.models.networks import tensor_register
 
-    return {"register": tensor_register.trace(registry.build(network), registry.input_shape(network))}
+    return {"register": tensor_register.of_table(network)}
 
 
 def learners(count: int = 3, examples: int = 16) -> list[Member]:

@@ -16,6 +16,11 @@ from fedquilt.tensor_register import ATTENTION, Entry, Kind, Register
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
+def of_table(network: Mapping[str, Any]) -> Register:
+    """Return the register of the network that a table describes."""
+    return trace(registry.build(network), registry.input_shape(network))
+
+
 def trace(model: nn.Module, shape: tuple[int, ...]) -> Register:
     """Register of a network whose examples have this shape (without batch).
 

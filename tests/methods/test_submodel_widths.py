@@ -13,7 +13,8 @@ from fedquilt import methods
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import MLP_MASKS, files, given, of_kinds, to_train
+from fedquilt.tensor_register import of_kinds
+from fedquilt.testing.toys import MLP_MASKS, files, given, to_train
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")

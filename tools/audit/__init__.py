@@ -31,7 +31,6 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, DataError, Examples, JobError, Site, Task, Tensors
 from fedquilt.data import images
 from fedquilt.models import subspaces
-from fedquilt.models.networks import registry
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import states
@@ -87,7 +86,7 @@ def uploaded(row: Row, network: Mapping[str, Any], start: Tensors, example: Exam
     from fedquilt.models.networks import tensor_register  # needs torch, as the attack does
 
     with Scratch() as place:
-        register = tensor_register.trace(registry.build(network), registry.input_shape(network))
+        register = tensor_register.of_table(network)
         bundle.write(place, {"network": dict(network), "register": register}, {"model": tensors.encode(start)})
         for _ in states(job, place, [victim], load=lambda name: double, engine=engine):
             found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]

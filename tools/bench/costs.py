@@ -163,11 +163,15 @@ def cases(folder: Path) -> dict[str, Case]:
 
 def _training(method: Method, params: Any, network: dict[str, Any], count: int, engine_name: str, folder: Path) -> Case:
     """A device's second round: with FedSQ's cache, its first one has filled it."""
-    from fedquilt.models.networks import layer_costs, registry
+    from fedquilt.models.networks import layer_costs, registry, tensor_register
 
     model, shape = registry.load(network, seed=0), registry.input_shape(network)
     start = {name: value.numpy() for name, value in model.state_dict().items()}
-    facts = {"network": network, "layers": layer_costs.trace(model, shape)}
+    facts = {
+        "network": network,
+        "layers": layer_costs.trace(model, shape),
+        "register": tensor_register.trace(model, shape),
+    }
     made = Bundle(facts, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
     draws = np.random.default_rng(0)
     pixels = (count, *shape[1:], *((3,) if shape[0] == 3 else ()))

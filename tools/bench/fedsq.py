@@ -75,10 +75,11 @@ def _case(
     engine: Any, network: Mapping[str, Any], trained: tuple[str, ...], examples: int, turns: int
 ) -> dict[str, list[float]]:
     """Seconds of each turn's round, by way."""
-    from fedquilt.models.networks import registry
+    from fedquilt.models.networks import registry, tensor_register
 
     start = {name: value.numpy() for name, value in registry.load(network, seed=0).state_dict().items()}
-    bundle = Bundle({"network": dict(network)}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
+    facts = {"network": dict(network), "register": tensor_register.of_table(network)}
+    bundle = Bundle(facts, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
     size = network["input"]["size"]
     draws = np.random.default_rng(0)
     own = Examples(draws.integers(0, 256, (examples, size, size, 3), np.uint8), draws.integers(0, 10, examples))

@@ -29,6 +29,7 @@ from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import STORED_AT
 from fedquilt.core import Contribution, JobError, LinkError
+from fedquilt.tensor_register import Kind, of_kinds
 from fedquilt.tools.bench import coordinator as processes
 from fedquilt.tools.bench.protocol_boards import CHUNK, FLEET, Moved, weight
 from fedquilt.tools.report.figures import figure, figure_lines
@@ -168,9 +169,17 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
     }
 
 
+def _facts(model: bytes, flops: float) -> dict[str, Any]:
+    """Return the facts of a bundle with a ResNet-50's tensors."""
+    found = tensors.decode(model)
+    kinds: dict[str, Kind] = {name: "buffer" for name in found if ".running_" in name}
+    kinds |= {name: "counter" for name in found if name.endswith("num_batches_tracked")}
+    return {"network": {"name": "resnet50"}, "flops": flops, "register": of_kinds(found, kinds)}
+
+
 def _queued(home: Path, method: str, count: int, model: bytes) -> str:
     """Queue a job that waits for all boards; returns the run's id."""
-    bundle.write(home / "bundle", {"network": {"name": "resnet50"}, "flops": 4_000_000_000}, {"model": model})
+    bundle.write(home / "bundle", _facts(model, 4e9), {"model": model})
     cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
     table = {"name": "bench", "method": method, "rounds": 2, "cohort": cohort}
     with Store(home / "runs") as store:
@@ -294,7 +303,7 @@ def _bare(home: Path, method: str, model: bytes) -> tuple[float, float]:
     three states, as one is sent while another is made.
     """
     found = methods.load(method)
-    made = bundle.write(home / "bare", {"network": {"name": "resnet50"}, "flops": 1000}, {"model": model})
+    made = bundle.write(home / "bare", _facts(model, 1000.0), {"model": model})
     state = found.init(made, found.params(), 0)
     moved, path = Moved(model, 1e-6), home / "update"
     path.write_bytes(moved.read(0, len(model)))

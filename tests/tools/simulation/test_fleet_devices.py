@@ -59,7 +59,7 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
 
 
 def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_state(folder: Path) -> None:
-    """Its round closes without it at the deadline; back online it takes part with the model that it had."""
+    """Its round closes without it after 5 s offline; back online it takes part with the model that it had."""
     models: list[bytes] = []
 
     def act(simulation: Simulation) -> None:
@@ -74,7 +74,7 @@ def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_stat
     run = played(folder, act, method="local", rounds=5, cohort={"quorum": 0.5, "deadline_s": 100.0})
     some, everybody = ("dev-0", "dev-1", "dev-2"), ("dev-0", "dev-1", "dev-2", "dev-3")
     assert [each.devices for each in run.rounds] == [everybody, some, some, everybody, everybody]
-    assert run.rounds[1].duration_s == pytest.approx(100.0)  # it is waited for until the deadline
+    assert run.rounds[1].duration_s == pytest.approx(5.0)  # of which it could have come back
     assert run.rounds[2].duration_s < 1.0  # and then not asked at all
     assert models[0] == models[1]
 

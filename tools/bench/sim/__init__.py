@@ -207,7 +207,12 @@ def lay_out(work: Workload, path: Path | str, folder: Path) -> None:
     }
     table = {"clients": work.clients, "each": work.each, "network": work.network, "lr": 0.05, "batch": 32, "seed": SEED}
     (folder / "spec.json").write_text(json.dumps({**table, "name": NAME, "job": job}))
-    bundle.write(folder / "bundle", {"network": work.network}, {"model": tensors.encode(start)})
+    facts: dict[str, Any] = {"network": work.network}
+    if work.network["name"] != "mlp":  # whose table implies its register
+        from fedquilt.models.networks import tensor_register
+
+        facts["register"] = tensor_register.of_table(work.network)
+    bundle.write(folder / "bundle", facts, {"model": tensors.encode(start)})
 
 
 def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
