@@ -67,6 +67,8 @@ class Registry:
         appeared = message.online and (not known.online or known.boot != message.boot)
         if known.online and not message.online:
             known.gone_s = now_s
+        if known.boot != message.boot:
+            known.telemetry = None  # an earlier process sent it: a full disk, for one, is not known any more
         known.announced, known.boot = message.online, message.boot
         known.silent = known.silent and message.online
         return appeared

@@ -16,6 +16,8 @@ PART = 50  # seeds of one test
 HERE = [name for name in search.candidates() if "numpy" in methods.load(name).engines]  # what runs without torch
 
 REPLAYS = (
+    # a device that had reported a full disk started anew, and counted as full for ever
+    "seed=5551208 devices=2 rounds=2 refuse:dev-1,50,30,full crash:dev-1,13,0,0.62,published",
     # the coordinator's folder of blobs had no name on the disk: after a power failure the log named lost states
     "seed=24 devices=2 rounds=1 crash:coordinator,33,1,0.62",
     # the answer to a job's last update was lost, and the job had ended: its board was told that it had not counted

@@ -167,8 +167,10 @@ class World:
         self.coordinator.acknowledge, self.coordinator.begin = self._acknowledged, self._begun
         slack_s = SLACK_S + 4 * plan.devices * max(plan.beside_s, 0.0)
         self._attempts = {id: Attempts(plan.deadline_s, slack_s) for id in self.truths}
+        # updates that come in turn put a deadline off by their wait, which takes long where devices refuse to send
+        in_turn = (schedule.Ahead,) if plan.beside_s >= 0 else ()
         self._timed = not any(
-            isinstance(each, UNTIMED) or (isinstance(each, UNTIMED_THERE) and each.who == COORDINATOR)
+            isinstance(each, (*UNTIMED, *in_turn)) or (isinstance(each, UNTIMED_THERE) and each.who == COORDINATOR)
             for each in plan.faults
         )
         self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
