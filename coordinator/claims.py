@@ -17,9 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.round_metrics import CHECK
 from fedquilt.core import Profile, SiteRight, Update, UpdateError
-from fedquilt.metrics import KNOWN
+from fedquilt.metrics import CHECK, KNOWN
 
 if TYPE_CHECKING:
     from fedquilt.coordinator import passed

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from fedquilt.core import Update
-from fedquilt.metrics import KNOWN
+from fedquilt.metrics import CHECK, KNOWN
 
-CHECK: Final = "check."  # before the names of an evaluation's metrics
 EXAMPLES: Final = f"{CHECK}examples"  # held-out ones that an evaluation was made on
 UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change
 UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none

@@ -17,6 +17,7 @@ TaskKind = Literal["classes", "regression", "labels"]
 """One class of several; one or more real numbers; each of several labels present or absent."""
 
 TASKS: Final[tuple[TaskKind, ...]] = ("classes", "regression", "labels")
+CHECK: Final = "check."  # prefix of the metrics of an evaluation round
 
 
 class Metric(NamedTuple):
