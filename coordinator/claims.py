@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import Profile, SiteRight, Update, UpdateError
+from fedquilt.core.rights import has_site_bundles
 from fedquilt.metrics import CHECK, KNOWN
 
 if TYPE_CHECKING:
@@ -181,9 +182,7 @@ def require(update: Update, bounds: Bounds, *, work: bool) -> None:
         metric = KNOWN.get(name.removeprefix(CHECK))
         if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
             raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
-    from fedquilt.coordinator import passed  # imports numpy, which a reader of snapshots does without
-
-    for_boards = passed.of_site(update.bundles) or not work
+    for_boards = has_site_bundles(update.bundles) or not work
     boards = bounds.right.most if bounds.right and for_boards else 1
     most = bounds.reported * boards
     if not 0 <= update.metrics.get("check.examples", 0.0) <= most:
