@@ -71,7 +71,7 @@ def test_no_silence_of_the_demo_is_longer_than_five_seconds(capsys: pytest.Captu
 def test_the_page_begins_with_accuracy_by_network_and_by_board(told: tuple[Path, str, str]) -> None:
     """Its first two pictures; every network and board in them; the job as TOML; no script."""
     page = (told[0] / "report.html").read_text(encoding="utf-8")
-    assert "FedAvg from scratch" in (told[0] / "accuracy.svg").read_text(encoding="utf-8")  # the README's picture
+    assert "FedAvg from scratch" in (told[0] / "accuracy.svg").read_text(encoding="utf-8")
     labels = re.findall(r'<svg[^>]*aria-label="([^"]+)"', page)
     assert labels[0].startswith("Accuracy by network")
     assert labels[1].startswith("Accuracy by board")
