@@ -173,7 +173,7 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
     assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", *at)
     assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", "digits", "--model", "x", *at)
     assert "is stopped, so that it has no result yet" in refused(capsys, "deploy", "digits", *at)
-    assert "cannot read none.onnx" in refused(capsys, "deploy", "--model", "none.onnx", *at)
+    assert "none.onnx: it cannot be read: No such file" in refused(capsys, "deploy", "--model", "none.onnx", *at)
     assert "--rollback and --abort: one of them" in refused(capsys, "deploy", "--rollback", "--abort", *at)
     assert "no rollout of kind 'model' in" in refused(capsys, "deploy", "--abort", *at)
     assert "no runs in" in refused(capsys, "deploy", "--abort", "--home", str(home / "nowhere"))
