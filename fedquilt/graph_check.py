@@ -208,10 +208,6 @@ class _Check:
 
     def model(self, data: memoryview) -> Graph:
         found = self._message(data, MODEL, "the model")
-        opsets = [self._opset(piece) for piece in _pieces(found, "opset_import", LIST_MOST)]
-        domains = [domain[:80] for domain, _ in opsets]
-        if "" not in domains or len(set(domains)) != len(domains):
-            raise ModelError(f"it imports the operator sets {domains[:6]}: ONNX's own is needed, and each once")
         metadata = _entries(self.reader, found, "metadata_props", META_MOST)
         if len(graphs := _pieces(found, "graph")) != 1:
             raise ModelError("it holds no graph")
@@ -219,6 +215,10 @@ class _Check:
         if said is not None and not re.fullmatch(r"[0-9]{1,15}", said):
             raise ModelError(f"its metadata say activation_bytes = {said[:40]!r}, and a number of bytes is expected")
         weight_bytes, inputs, outputs = self.graph(graphs[0], 0)
+        opsets = [self._opset(piece) for piece in _pieces(found, "opset_import", LIST_MOST)]
+        domains = [domain[:80] for domain, _ in opsets]
+        if "" not in domains or len(set(domains)) != len(domains):
+            raise ModelError(f"it imports the operator sets {domains[:6]}: import ONNX's own (''), and each set once")
         return Graph(
             metadata=metadata,
             weight_bytes=weight_bytes,
@@ -271,7 +271,10 @@ class _Check:
         domain = _domain(text(found.get("domain"), NAME_MOST, "a domain"))
         if kind not in OPERATORS.get(domain, frozenset()):
             whole = f"{domain}.{kind}" if domain else kind
-            raise ModelError(f"it calls the operator {whole[:80]!r}, which is not among those that are permitted")
+            raise ModelError(
+                f"it calls the operator {whole[:80]!r}, which is not among those that are permitted: "
+                "export the network without it"
+            )
         inputs = [text([piece], NAME_MOST, "a name") for piece in _pieces(found, "input", LIST_MOST)]
         outputs = [text([piece], NAME_MOST, "a name") for piece in _pieces(found, "output", LIST_MOST)]
         weight_bytes, constant = 0, None

@@ -197,19 +197,21 @@ def _example(model: Loaded, held: Examples | None, shape: tuple[int, ...] | None
     """
     if held is not None:
         return model.about.prepared(held.x[:1])
+    failed = ""
     for guess in [shape] if shape is not None else _guesses(model.shape):
         one = _noise(guess, model.engine.input_type(model.path))
         if shape is not None or guess == model.shape:
             return one
         try:
             model.engine.run(model.path, one)
-        except (ModelError, MemoryBudgetError):
+        except (ModelError, MemoryBudgetError) as error:
+            failed = failed or f" ({guess}: {error})"
             continue
         notes.append(f"it was run on an example of the shape {guess}, a guess: its graph does not state it")
         return one
     raise ModelError(
-        f"it was not run: its graph takes examples of shape {format_shape(model.shape)}, and ran on none that was "
-        "guessed: deploy it with --input-shape, such as --input-shape 3,224,224"
+        f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
+        f"guessed{failed}: deploy it with --input-shape, such as --input-shape 3,224,224"
     )
 
 

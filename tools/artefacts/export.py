@@ -124,6 +124,12 @@ def loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] 
         found.require_examples()
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from None
+    output = found.outputs[0]
+    if output.shape is not None and len(output.shape) != 2:
+        raise ModelError(
+            f"{what}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the axes "
+            "(examples, classes): export a network that ends with scores of classes"
+        )
     name, declared = found.inputs[0].name[:80], found.input_shape
     if input_shape is None and declared is None:
         raise ModelError(f"{what}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
