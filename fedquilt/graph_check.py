@@ -361,7 +361,10 @@ class _Check:
                 declared = self.reader.message(inner, TENSOR_TYPE, "a tensor's type")
                 kind = _number(declared, "elem_type")
                 if kind and kind not in _ITEM_BYTES:
-                    raise ModelError(f"value {name[:80]!r} is of type {kind}, which is no number that is permitted")
+                    raise ModelError(
+                        f"value {name[:80]!r} is of type {kind}, which is no number that is permitted: export the "
+                        "network with another type, such as float32"
+                    )
                 for shape in _pieces(declared, "shape"):
                     dims = tuple(self._dims(shape))
                 elements = prod(dim for dim in dims or () if dim is not None)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import tempfile
 import threading
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,8 +57,9 @@ class Classifier:
         self.model = self._file = model
         pieces = onnx_fill.read_whole(model)
         if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
-            self._folder = tempfile.TemporaryDirectory(prefix="fedquilt-model-")
-            self._file = Path(self._folder.name) / model.name
+            folder = tempfile.mkdtemp(prefix="fedquilt-model-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._file = Path(folder) / model.name
             self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
         self._about = exported.read(self._engine.facts(self._file))

@@ -14,6 +14,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import classifiers
+import made_graphs
 
 from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model
 
@@ -52,6 +53,19 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
     ]
     assert rows[0].score == pytest.approx(250 / 255 - 0.5, abs=1e-6)
     assert accuracy(rows) == 0.5
+
+
+def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
+    """The same answers, and the folder of the model stays as it is."""
+    from fedquilt.tools.runner.models import Models
+
+    (tmp_path / "two").mkdir()
+    two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))
+    x = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:, None, None], (4, 8, 8)))
+    assert run_model(two, x) == run_model(model, x)
+    found = Models(two).now.network.scores(np.zeros((1, 1, 4, 4), np.float32))
+    assert found.tolist() == [[0.5, -0.5]]
+    assert sorted(path.name for path in two.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
 
 
 def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Path) -> None:
