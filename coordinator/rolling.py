@@ -158,7 +158,7 @@ class Rolling:
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
             while (state := self._states[id]).under_way or (arrived and state.status == "done"):
-                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else ()
+                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else None
                 fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
                 if fact is None:
                     break
@@ -173,7 +173,7 @@ class Rolling:
             gone_s = known.gone_s if known is not None and not online else -math.inf
             since_s = max(self._opened_s, self._told_s.get(device, -math.inf), gone_s)
             profile = known.profile if known is not None else None
-            able = profile is None or rollouts.takes(state.plan, profile)
+            able = profile is None or not rollouts.hindrance(state.plan, profile)
             found[device] = Seen(online, since_s, None if profile is None else profile.labels, able)
         return rollouts.concerned(state, list(self._states.values()), found)
 

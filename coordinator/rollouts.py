@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from fedquilt import labels, wire
+from fedquilt import labels, onnx_format, wire
 from fedquilt.coordinator.rollout_plan import Plan as Plan
 from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived, shorten_error
 from fedquilt.core.messages import UPGRADES
@@ -25,7 +25,7 @@ SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
 SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
 MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
-UNABLE: Final = "no launcher started their agents"
+UNABLE: Final = "no launcher started the agent"
 LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
 
 # -- facts ----------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Begun(Fact, frozen=True):
     """A coordinator has taken the rollout up; its releases have this serial."""
 
     serial: Count
-    without: tuple[Name, ...] = ()  # boards that it selects, and that can take no release of its kind
+    without: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
 
 
 class Offered(Fact, frozen=True):
@@ -112,7 +112,7 @@ class Rollout(msgspec.Struct, frozen=True):
     offered: Mapping[str, int] = {}  # device -> the step in which it was offered
     heard: Mapping[str, Heard] = {}  # device -> what it said last of it
     reason: str = ""  # why it was aborted
-    without: tuple[str, ...] = ()  # boards that were left out at its start, as they can take no such release
+    without: Mapping[str, str] = {}  # devices that were left out at its start, as they cannot take its release -> why
     silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
 
     @property
@@ -213,6 +213,7 @@ def release(state: Rollout, device: str) -> wire.Release | None:
             blob=plan.blob,
             name=plan.name,
             limits=plan.limits,
+            input_shape=plan.input_shape,
             soak_s=plan.soak_s,
             window=plan.window,
             force=plan.force,
@@ -234,7 +235,7 @@ class Seen(NamedTuple):
     online: bool
     since_s: float  # when it was last there, or last said how far it is, whichever is later
     labels: Collection[str] | None = None  # None: it has not said what it is
-    able: bool = True  # to take releases of the rollout's kind at all
+    able: bool = True  # to take the rollout's release at all
 
     def chosen(self, select: Sequence[str]) -> bool:
         """Whether a selection by labels names it."""
@@ -264,19 +265,32 @@ def concerned(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, See
     }
 
 
-def takes(plan: Plan, profile: Profile) -> bool:
-    """Whether a board can take releases of this kind at all: none that says so is offered any, or counts."""
-    return plan.kind != "agent" or UPGRADES not in profile.versions
+def hindrance(plan: Plan, profile: Profile) -> str:
+    """Why a device that says so cannot take a release, so that it is offered none and does not count; "": it can."""
+    if plan.kind == "agent":
+        return UNABLE if UPGRADES in profile.versions else ""
+    return "" if plan.versions is None else onnx_format.version_hindrance(plan.versions, profile.versions)
 
 
-def left_out(plan: Plan, boards: Mapping[str, Profile]) -> tuple[str, ...]:
-    """Boards that a plan selects, and that can take no release of its kind."""
-    chosen = (name for name, board in boards.items() if labels.selects(plan.select, board.labels))
-    return tuple(sorted(name for name in chosen if not takes(plan, boards[name])))
+def left_out(plan: Plan, profiles: Mapping[str, Profile]) -> dict[str, str]:
+    """Devices that a plan selects and that cannot take its release -> why."""
+    chosen = {name: profile for name, profile in profiles.items() if labels.selects(plan.select, profile.labels)}
+    reasons = {name: hindrance(plan, profile) for name, profile in sorted(chosen.items())}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def format_left_out(without: Mapping[str, str], most: int) -> str:
+    """Devices that were left out as text, those of one reason together, at most so many of each."""
+    said = []
+    for reason in dict.fromkeys(without.values()):
+        names = [name for name in without if without[name] == reason]
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        said.append(f"{', '.join(names[:most])}{more} ({reason})")
+    return "; ".join(said)
 
 
 def decide(
-    state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: tuple[str, ...] = ()
+    state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: Mapping[str, str] | None = None
 ) -> AnyFact | None:
     """The next fact of a rollout; None: it waits.
 
@@ -285,10 +299,10 @@ def decide(
         fleet: the boards that it selects and that no later rollout has.
         now_s: seconds of the coordinator's clock.
         serial: that a release may have which is made now: greater than any before.
-        without: boards that it selects and that can take no such release.
+        without: devices that it selects and that cannot take its release -> why.
     """
     if state.status == "queued":
-        return Begun(serial, without)
+        return Begun(serial, dict(without or {}))
     if state.status == "done":
         late = _late(state, fleet)
         return Offered(len(state.plan.phases), late) if late else None
@@ -297,7 +311,7 @@ def decide(
     if state.step == len(state.plan.shares):
         return Done()
     if state.without and not state.offered and not fleet:
-        why = f"no board that it selects can be upgraded, as {UNABLE}: {', '.join(state.without)}"
+        why = f"no device that it selects can take it: {format_left_out(state.without, 1)}"
         return Aborted(shorten_error(why), serial)
     failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
     most = state.plan.abort_above

@@ -315,10 +315,26 @@ def _parted(folder: Path) -> dict[str, Decoder]:
     def filled(payload: bytes) -> object:
         return b"".join(onnx_fill.filled(payload, given))
 
+    def read_whole(payload: bytes) -> object:
+        (folder / "two.onnx").write_bytes(payload)
+        return b"".join(onnx_fill.read_whole(folder / "two.onnx"))
+
+    (folder / "d").write_bytes(bytes(24))
+    place = b"j\x0d\x0a\x08location\x12\x01dp\x01"  # external data: the location "d"
+    outer = b"*" + bytes([len(tensor + place)]) + tensor + place
+    beside = b"\x08\x08:" + bytes([len(outer)]) + outer + b"B\x02\x10\x11"
+    assert len(onnx_fill.read_whole(_written(folder / "two.onnx", beside))) > 1
+
     return {
         "result with parts on boards": Decoder("fedquilt/personal.py", read, (ModelError,), (sent,)),
         "graph to be filled": Decoder("fedquilt/onnx_fill.py", filled, (ModelError,), (model,)),
+        "graph in two files": Decoder("fedquilt/onnx_fill.py", read_whole, (ModelError,), (beside,)),
     }
+
+
+def _written(path: Path, payload: bytes) -> Path:
+    path.write_bytes(payload)
+    return path
 
 
 # -- rollouts ---------------------------------------------------------------------------------------

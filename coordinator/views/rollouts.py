@@ -12,7 +12,6 @@ from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.rollout_log import Kept, RolloutLog
 from fedquilt.coordinator.rollouts import (
-    UNABLE,
     Aborted,
     AnyFact,
     Begun,
@@ -25,6 +24,7 @@ from fedquilt.coordinator.rollouts import (
     Rollout,
     Seen,
     concerned,
+    format_left_out,
 )
 from fedquilt.coordinator.rollouts import waits as hold_up
 from fedquilt.coordinator.store_rows import served
@@ -210,8 +210,7 @@ def sentence(state: Rollout, fact: AnyFact) -> str:
     """A fact of a rollout as a sentence; `state` is the rollout at that moment or later."""
     match fact:
         case Begun(without=unable):
-            named = ", ".join(unable[:SHOWN]) + (f" and {len(unable) - SHOWN} more" if len(unable) > SHOWN else "")
-            out = f"; left out, as {UNABLE}: {named}" if unable else ""
+            out = f"; left out: {format_left_out(unable, SHOWN)}" if unable else ""
             return f"begun: {state.plan.kind} {state.plan.name}{out}"
         case Offered(number, devices):
             return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"

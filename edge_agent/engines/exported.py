@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt import config, metrics
+from fedquilt import config, graph_check, metrics
 from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError
 from fedquilt.data import inputs, reading
 from fedquilt.edge_agent.engines import training
+from fedquilt.graph_check import Shape
 from fedquilt.metrics import TaskKind
 
 
@@ -95,16 +96,16 @@ def _odd(name: str, why: object = None) -> ModelError:
     )
 
 
-def require_shape(made: np.ndarray, wanted: tuple[int | None, ...]) -> None:
-    """Check that prepared examples (n, ...) are what a graph takes; None: a size that the graph does not state.
+def require_shape(made: np.ndarray, wanted: Shape) -> None:
+    """Check that prepared examples (n, ...) are what a graph takes. See `fedquilt.graph_check.Shape`.
 
     Raises:
         DataError: they are not; says both shapes.
     """
     given = made.shape[1:]
-    if len(given) != len(wanted) or any(size not in (None, own) for own, size in zip(given, wanted, strict=True)):
-        shape = ", ".join("any" if size is None else str(size) for size in wanted)
-        raise DataError(f"the network takes inputs of shape ({shape}), and the data here are of shape {given}")
+    if not graph_check.fits(given, wanted):
+        shape = graph_check.format_shape(wanted)
+        raise DataError(f"the network takes inputs of shape {shape}, and the data here are of shape {given}")
 
 
 def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:

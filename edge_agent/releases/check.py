@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import metrics, plugins
-from fedquilt.core import Examples, FedquiltError, ModelError, shorten_error
+from fedquilt.core import Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.data import examples, reading
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
@@ -35,10 +35,15 @@ from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
+from fedquilt.graph_check import Shape, format_shape
 
 AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
 WARM: Final = 3  # answers before the ones that are timed
 TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
+SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448, 480, 512, 640, 48, 16, 8, 4, 1)
+"""Sizes that are tried for all axes without a declared one, the usual sides of images first."""
+CHANNELS: Final = (3, 1)
+VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an example
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
 TIED: Final = (  # becomes a program that ends with this process
     "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
@@ -54,7 +59,7 @@ class Loaded(NamedTuple):
     engine: Any
     path: Path
     about: Exported
-    shape: tuple[int | None, ...]  # of one example, as the graph states it
+    shape: Shape  # of one example
 
     def scores(self, x: np.ndarray) -> np.ndarray:
         """Answers (n, outputs) to stored examples (n, ...).
@@ -70,7 +75,10 @@ class Loaded(NamedTuple):
         """Answers to prepared examples."""
         found: np.ndarray = self.engine.run(self.path, made)
         if found.ndim != 2:
-            raise ModelError(f"it answers with an array of shape {found.shape[1:]} to each example, not with scores")
+            raise ModelError(
+                f"it answers with an array of shape {found.shape[1:]} to each example, not with scores of classes: "
+                "deploy a network whose output has the axes (examples, classes)"
+            )
         if not np.isfinite(found).all():
             raise ModelError("it answers with numbers that are not finite")
         return found
@@ -98,14 +106,10 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
         else:
             _require_classes(model, held, order)
             told |= _accuracy(model, held, notes)
-        one = _example(model, held)
-        count = 0
-        if one is None:
-            notes.append("it was not run: its graph does not state the shape of its input")
-        else:
-            say(Progressed(TIMED))
-            told["latency_s"], count = _latency(model, one, order.timed_s)
-            say(Progressed(DONE))
+        one = _example(model, held, order.input_shape, notes)
+        say(Progressed(TIMED))
+        told["latency_s"], count = _latency(model, one, order.timed_s)
+        say(Progressed(DONE))
         peak = budget.peak_bytes(os.getpid())
         if held is not None and order.before is not None and "accuracy" in told:
             told |= _before(engine, order, Path(order.before), load, notes)
@@ -185,14 +189,50 @@ def _before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[s
     return {"accuracy_before": found["accuracy"]} if "accuracy" in found else {}
 
 
-def _example(model: Loaded, held: Examples | None) -> np.ndarray | None:
-    """One prepared example, the device's own or noise; None: the shape is not known."""
+def _example(model: Loaded, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]) -> np.ndarray:
+    """One prepared example: the device's own, or noise of the release's shape, the declared one or the first that runs.
+
+    Raises:
+        ModelError: the graph declares no shape, and runs on none that was guessed.
+    """
     if held is not None:
         return model.about.prepared(held.x[:1])
-    shape = tuple(size for size in model.shape if size is not None)
-    if len(shape) < len(model.shape):
-        return None
-    return np.random.default_rng(0).random((1, *shape), np.float32)
+    failed = ""
+    for guess in [shape] if shape is not None else _guesses(model.shape):
+        one = _noise(guess, model.engine.input_type(model.path))
+        if shape is not None or guess == model.shape:
+            return one
+        try:
+            model.engine.run(model.path, one)
+        except (ModelError, MemoryBudgetError) as error:
+            failed = failed or f" ({guess}: {error})"
+            continue
+        notes.append(f"it was run on an example of the shape {guess}, a guess: its graph does not state it")
+        return one
+    raise ModelError(
+        f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
+        f"guessed{failed}: deploy it with --input-shape, such as --input-shape 3,224,224"
+    )
+
+
+def _noise(shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
+    draws = np.random.default_rng(0)
+    made = draws.random((1, *shape), np.float32) if kind.kind == "f" else draws.integers(0, 2, (1, *shape))
+    return made.astype(kind)
+
+
+def _guesses(shape: Shape) -> Iterator[tuple[int, ...]]:
+    """Shapes that an example may have by what is declared, the usual ones first."""
+    if shape is None or None not in shape:
+        yield from [] if shape is None else [tuple(size or 0 for size in shape)]
+        return
+    vector = range(1, VECTOR_MOST + 1) if len(shape) == 1 else ()
+    for side in (*SIDES, *vector):
+        tried = tuple(side if size is None else size for size in shape)
+        if len(shape) == 3 and shape[0] is None:  # of an image, whose channels are the first axis or the last
+            yield from ((channels, *tried[1:]) for channels in CHANNELS)
+            yield from ((*tried[:2], channels) for channels in CHANNELS if shape[2] is None)
+        yield tried
 
 
 def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int]:
@@ -211,7 +251,7 @@ def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int
 # -- TensorRT -------------------------------------------------------------------------------------
 
 
-def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[str]:
+def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray) -> list[str]:
     """Build a TensorRT engine; returns a note, as a failure does not fail the check."""
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
@@ -224,10 +264,9 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
         f"--onnx={model.path}",
         f"--saveEngine={part}",
     ]
-    if one is not None:
-        name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
-        sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
-        command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
+    name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
+    sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
+    command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
     try:
         done = subprocess.run(
             command,

@@ -242,6 +242,7 @@ class Models(Kind):
             trtexec=_trtexec() if self._settings.models.tensorrt_s else None,
             trtexec_s=self._settings.models.tensorrt_s,
             parted=parted,
+            input_shape=release.input_shape,
         )
         self._worker.start(order, now_s)
 

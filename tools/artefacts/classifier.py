@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import tempfile
 import threading
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from fedquilt import onnx_fill
 from fedquilt.core import DataError, ModelError, shorten_error
 from fedquilt.data import reading
 from fedquilt.data.readers import audio, image_file, table, text
@@ -42,7 +45,7 @@ class Classifier:
     """A network with its labels. One thread at a time may use it.
 
     Args:
-        model: the ONNX file.
+        model: the ONNX file; its weights may be in a file beside it.
         labels: names of its classes; None: as the file has them, or else their numbers.
         threads: within one operation; 0: one per core.
 
@@ -51,9 +54,15 @@ class Classifier:
     """
 
     def __init__(self, model: Path, labels: Sequence[str] | None = None, *, threads: int = 0) -> None:
-        self.model = model
+        self.model = self._file = model
+        pieces = onnx_fill.read_whole(model)
+        if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
+            folder = tempfile.mkdtemp(prefix="fedquilt-model-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._file = Path(folder) / model.name
+            self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
-        self._about = exported.read(self._engine.facts(model))
+        self._about = exported.read(self._engine.facts(self._file))
         found = labels or self._about.labels or _numbers(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
@@ -78,8 +87,8 @@ class Classifier:
         Raises:
             ModelError, MemoryBudgetError: it cannot be loaded.
         """
-        found = self._engine.input_shape(self.model)
-        return None if None in found else tuple(size for size in found if size is not None)
+        found = self._engine.input_shape(self._file)
+        return None if found is None or None in found else tuple(size for size in found if size is not None)
 
     def prepared(self, x: np.ndarray) -> np.ndarray:
         """Network inputs (n, ...) float32 of stored examples (n, ...), as in training.
@@ -91,7 +100,7 @@ class Classifier:
             made = self._about.prepared(x)
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
-        exported.require_shape(made, self._engine.input_shape(self.model))
+        exported.require_shape(made, self._engine.input_shape(self._file))
         return made
 
     def scores(self, prepared: np.ndarray) -> np.ndarray:
@@ -101,7 +110,7 @@ class Classifier:
             ModelError: it cannot take these inputs, or answers with something else than a number for each label.
             MemoryBudgetError: there is too little memory.
         """
-        found = self._engine.run(self.model, prepared)
+        found = self._engine.run(self._file, prepared)
         if found.ndim != 2 or found.shape[1] != len(self.labels):
             made = f"{found.shape[1:]} numbers" if found.ndim != 2 else f"{found.shape[1]}"
             raise ModelError(

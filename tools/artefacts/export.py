@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
+from fedquilt.graph_check import Graph
 from fedquilt.models.stitching import names, stitched
 
 
@@ -107,12 +108,37 @@ def graph(store: Store, run: str) -> tuple[bytes, str]:
     return payload, what
 
 
-def loadable(payload: bytes | memoryview, what: str) -> None:
-    """Raise ModelError unless a board would load this ONNX file; `what` names it."""
+def loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> Graph:
+    """Check an ONNX file as a device does before it loads it; `what` names it.
+
+    Args:
+        payload: The file.
+        what: Name of the file in errors.
+        input_shape: Shape of one example that devices are to run it on, or None for the declared shape.
+
+    Raises:
+        ModelError: If a device would not load it, or it declares another shape or none.
+    """
     try:
-        graph_check.of_bytes(payload)
+        found = graph_check.of_bytes(payload)
+        found.require_examples()
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from None
+    output = found.outputs[0]
+    if output.shape is not None and len(output.shape) != 2:
+        raise ModelError(
+            f"{what}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the axes "
+            "(examples, classes): export a network that ends with scores of classes"
+        )
+    name, declared = found.inputs[0].name[:80], found.input_shape
+    if input_shape is None and declared is None:
+        raise ModelError(f"{what}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
+    if input_shape is not None and not graph_check.fits(input_shape, declared):
+        raise ModelError(
+            f"{what}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples of "
+            f"shape {graph_check.format_shape(declared)}"
+        )
+    return found
 
 
 def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from linear_models import network
 from model_places import Place, short
+from msgspec.structs import replace
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import Models
@@ -129,6 +130,17 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
     verdict = place.models.checked()
     assert verdict is not None
     assert verdict.metrics == {"accuracy": 0.9, "energy_j": pytest.approx(1.0), "peak_bytes": 123.0}
+
+
+def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> None:
+    """A check that was killed is made again with it."""
+    wanted, blob = place.release(1)
+    wanted = replace(wanted, input_shape=(3, 48, 192))
+    place.models.stage(wanted, blob)
+    place.models.begin_check(wanted)
+    place.checks.events = [Outcome(killed=True)]
+    assert place.models.checked() is None
+    assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)] * 2
 
 
 def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import classifiers
+import made_graphs
 
 from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model
 
@@ -52,6 +53,19 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
     ]
     assert rows[0].score == pytest.approx(250 / 255 - 0.5, abs=1e-6)
     assert accuracy(rows) == 0.5
+
+
+def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
+    """The same answers, and the folder of the model stays as it is."""
+    from fedquilt.tools.runner.models import Models
+
+    (tmp_path / "two").mkdir()
+    two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))
+    x = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:, None, None], (4, 8, 8)))
+    assert run_model(two, x) == run_model(model, x)
+    found = Models(two).now.network.scores(np.zeros((1, 1, 4, 4), np.float32))
+    assert found.tolist() == [[0.5, -0.5]]
+    assert sorted(path.name for path in two.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
 
 
 def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Path) -> None:
@@ -104,7 +118,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
     with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt export` wrote"):
         run_model(classifiers.written(tmp_path / "other.onnx", facts={}), good)
-    with pytest.raises(ModelError, match="there is no graph"):
+    with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="does not exist: name a folder or a file of"):
         run_model(model, tmp_path / "absent")
