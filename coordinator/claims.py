@@ -8,18 +8,19 @@ lies by a factor of two.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fedquilt import evaluation
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.round_metrics import CHECK
-from fedquilt.core import Profile, SiteRight, Update, UpdateError
-from fedquilt.metrics import KNOWN
+from fedquilt.core import EvaluationSums, Profile, SiteRight, TaskKind, Update, UpdateError
+from fedquilt.metrics import KNOWN, MAIN
 
 if TYPE_CHECKING:
     from fedquilt.coordinator import passed
@@ -36,6 +37,8 @@ MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent f
 MOST_EXAMPLES: Final = 10_000_000  # of a device, while few others have told how many they have
 USUAL: Final = 100.0  # times the median of a job's devices, that another one may count
 ROUNDING: Final = 1e-6  # by which a mean of shares may be above 1
+MOST_METRICS: Final = 64  # of an update, beside its evaluation
+METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
 ENOUGH: Final = 3  # devices of which the median is used
 LATER_EPOCHS: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
 UNENTITLED: Final = (
@@ -54,6 +57,9 @@ class Bounds(NamedTuple):
     examples: float = MOST_EXAMPLES  # most that a device of the job may count as
     reported: float = MOST_EXAMPLES  # most examples that a device of the job may report
     right: SiteRight | None = None  # None: it is no site
+    checks: bool = True  # whether its task is to evaluate
+    task: TaskKind = "classes"  # of the job's network
+    outputs: int | None = None  # likewise; None: its table does not say
 
 
 class DeviceNumbers(Struct):
@@ -154,7 +160,10 @@ def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
         if (said := getattr(usage, name)) > most:
             odd.append(f"{name} of {said}, and it was {most} at the most")
             usage = replace(usage, **{name: most})
-    below = update.below
+    below, sums = update.below, update.evaluation
+    if sums is not None and not bounds.checks:
+        odd.append("an evaluation that it was not asked for")
+        sums = None
     if (usage.examples or 0) > (most_examples := bounds.reported * (bounds.right.most if bounds.right else 1)):
         odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
         usage = replace(usage, examples=None)
@@ -162,7 +171,7 @@ def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
     if below is not None and max(below.down_bytes, below.up_bytes) > most:
         odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
         below = None
-    return (replace(update, usage=usage, below=below), "; ".join(odd)) if odd else (update, "")
+    return (replace(update, usage=usage, below=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
 
 
 def require(update: Update, bounds: Bounds, *, work: bool) -> None:
@@ -176,22 +185,49 @@ def require(update: Update, bounds: Bounds, *, work: bool) -> None:
     Raises:
         UpdateError: If the update cannot count.
     """
-    if odd := sorted(name for name, value in update.metrics.items() if not math.isfinite(value)):
-        raise UpdateError(f"metric {odd[0]!r} is not a finite number")
-    for name, value in update.metrics.items():
-        metric = KNOWN.get(name.removeprefix(CHECK))
-        if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
-            raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
+    require_metrics(update.metrics)
     from fedquilt.coordinator import passed  # imports numpy, which a reader of snapshots does without
 
     for_boards = passed.of_site(update.bundles) or not work
     boards = bounds.right.most if bounds.right and for_boards else 1
     most = bounds.reported * boards
-    if not 0 <= update.metrics.get("check.examples", 0.0) <= most:
-        raise UpdateError(f"metric 'check.examples' is negative, or more than {most:g}")
+    if update.evaluation is not None:
+        _require_evaluation(update.evaluation, bounds, most, boards=boards if bounds.right and for_boards else 0)
     if work:
         _require_weight(update, bounds.examples * boards, update.usage.examples)
         _require_speed(update, bounds)
+
+
+def require_metrics(metrics: Mapping[str, float]) -> None:
+    """Check the names and values of training metrics.
+
+    Raises:
+        UpdateError: If there are too many, or one cannot be.
+    """
+    if len(metrics) > MOST_METRICS:
+        raise UpdateError(f"{len(metrics)} metrics, and {MOST_METRICS} are the most")
+    for name, value in metrics.items():
+        if not METRIC_NAME.fullmatch(name):
+            raise UpdateError(f"metric {name!r} has a name other than up to 40 of a-z, 0-9, _, . and -")
+        if not math.isfinite(value):
+            raise UpdateError(f"metric {name!r} is not a finite number")
+        metric = KNOWN.get(name)
+        if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
+            raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
+
+
+def _require_evaluation(sums: EvaluationSums, bounds: Bounds, most: float, boards: int) -> None:
+    if sums.examples > most:
+        raise UpdateError(f"an evaluation on {sums.examples} examples, and {most:g} are the most")
+    wanted = (bounds.task, bounds.outputs or sums.outputs)
+    if sums.examples and (sums.task, sums.outputs) != wanted:
+        raise UpdateError(
+            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {wanted[1]} ({wanted[0]})"
+        )
+    metric = MAIN[sums.task]
+    odd = evaluation.inconsistency(sums) or evaluation.odd_devices(sums, boards, 1.0 if metric.share else math.inf)
+    if odd:
+        raise UpdateError(f"its evaluation has {odd}")
 
 
 def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
@@ -208,6 +244,7 @@ def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds)
     if uncovered := right.uncovered(part.device for part in parts):
         raise UpdateError(f"{update.device} has no right to speak for {', '.join(uncovered[:5])}")
     for part in parts:
+        require_metrics(part.metrics)
         if part.weight > bounds.examples:
             raise UpdateError(_too_heavy(part.device, part.weight, bounds.examples))
     _require_weight(update, len(parts) * bounds.examples, None)

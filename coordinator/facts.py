@@ -21,7 +21,7 @@ from fedquilt.coordinator.eligibility import BUSY, SHARE
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UNKNOWN, UPDATE, Refused
 from fedquilt.coordinator.transitions import Phase
-from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
+from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update
 
 # -- facts ----------------------------------------------------------------------------------------
 
@@ -139,10 +139,11 @@ class Committed(Fact, frozen=True):
     round: int
     state: BlobRef
     finished: bool
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of training
     notes: tuple[str, ...] = ()
     took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
     settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
+    evaluation: EvaluationSums | None = None  # of the state that the round began with
 
 
 class Ended(Fact, frozen=True, omit_defaults=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from fedquilt import tensors, tiers
+from fedquilt import metrics, tensors, tiers
 from fedquilt.coordinator import checks, claims, encoding, manifest, mending, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
@@ -22,7 +22,7 @@ from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds
 from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import needs, require_made_for
-from fedquilt.coordinator.round_metrics import average, missing, unchanged_loss
+from fedquilt.coordinator.round_metrics import add_up, average, explain_evaluation, missing, unchanged_loss
 from fedquilt.coordinator.rounds import restarted, taken_up
 from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
@@ -77,6 +77,8 @@ class Running:
         self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
+        network = self.bundle.meta.get("network", {})
+        self._predicts = metrics.task_of(network), network.get("classes")
         self._held = tasks.held_of(row.job.data)
         self._alike: tasks.Common  # of the running round, as are the next five
         self._common: Mapping[str, Tensors | BlobRef]  # tensors of its own: bundles that all of them have
@@ -262,8 +264,9 @@ class Running:
         limit_s = claims.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
         limit, standing = self.job.cohort.max_examples, self.standing
         weight, examples = standing.weights.most(device, limit), standing.reported.most(device, limit)
-        bounds = claims.Bounds(ask, limit_s, weight, examples, right)
-        work, take = "work" in self.rounds.actions, self.taking(update, profile, bounds, large=large)
+        work, checks = "work" in self.rounds.actions, "check" in self.rounds.actions
+        bounds = claims.Bounds(ask, limit_s, weight, examples, right, checks, *self._predicts)
+        take = self.taking(update, profile, bounds, large=large)
 
         def examined() -> Examined:
             odd = ""
@@ -333,21 +336,23 @@ class Running:
         if "work" in rounds.actions:
             state = self._half.step(state, self._summing.closed(rounds))
             checks.require_state(state, tuple(sorted(rounds.answered)))
-        spent, finished, answered = rounds.spent, self.method.done(state), rounds.answered
+        spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, rounds.round)
-        metrics = average(answered.values())
-        if "work" in rounds.actions and not rounds.settling and "loss" in metrics:
-            self._losses[rounds.counted] = metrics["loss"]
+        means = average(updates)
+        if "work" in rounds.actions and not rounds.settling and "loss" in means:
+            self._losses[rounds.counted] = means["loss"]
         told = caveat, short, unchanged_loss(self._losses, self.job.params.get("lr"))
+        explained = (*missing(updates, means), *explain_evaluation(updates))
         fact = Committed(
             round=rounds.round,
             state=summing.stored(self._store.depot, *tensors.parts(state)),
             finished=finished,
-            metrics=metrics,
-            notes=(*self.method.explain(state), *filter(None, told), *missing(answered.values(), metrics)),
+            metrics=means,
+            notes=(*self.method.explain(state), *filter(None, told), *explained),
             took_s=now_s - rounds.began_s,
             settled=rounds.settling,
+            evaluation=add_up(updates),
         )
         del state  # what is stored is loaded instead
         state = self._states.load(fact.state, rounds.round, again=True)

@@ -126,9 +126,8 @@ def parts(update: Contribution) -> list[Part]:
                 raise UpdateError(f"it has {part.device} twice")
             seen.add(part.device)
             found.append(part)
-            odd = [name for name, value in part.metrics.items() if not math.isfinite(value)]
-            if odd or not math.isfinite(part.weight):
-                raise UpdateError(f"{part.device}: {odd[0] if odd else 'its weight'} is not a finite number")
+            if not math.isfinite(part.weight):
+                raise UpdateError(f"{part.device}: its weight is not a finite number")
             if len(set(part.bundles)) < len(part.bundles):
                 raise UpdateError(f"{part.device} has two bundles of one name")
     return sorted(found, key=lambda part: part.device)

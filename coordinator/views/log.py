@@ -31,9 +31,11 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.store import UNAPPROVED, Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views import costs, progress, waits
-from fedquilt.core import JobError, Update, Usage
+from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL: Final = "final evaluation"  # instead of a round's number
+UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
+"""Metrics that a line does not show."""
 
 
 def closing(state: Rounds, fact: AnyFact) -> bool:
@@ -173,17 +175,16 @@ def _reopened(fact: Reopened, before: Rounds) -> str:
 
 def _committed(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
     """Sentences on the end of a round. Devices evaluate the state they receive, that of the round before."""
-    own = {name: value for name, value in fact.metrics.items() if not name.startswith("check.")}
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     if (energy := _energy(updates)) is not None:
         counts.append(energy)
-    checked = _evaluated(fact.metrics)
+    checked = evaluated(fact.evaluation)
     if closing:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
     else:
         word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
         parts = [f"{word} ({', '.join(counts)})" if counts else word]
-        parts += [_shown(own)] if own and not fact.notes else []
+        parts += [_shown(fact.metrics)] if fact.metrics and not fact.notes else []
         if checked:
             when = "at the start" if not fact.round else f"after round {fact.round - 1}"
             parts.append(f"{when}: {', '.join(checked)}")
@@ -191,18 +192,17 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
     return [*told, *fact.notes]
 
 
-def _evaluated(reported: Mapping[str, float]) -> list[str]:
-    """Evaluation among a round's metrics: the main metric first, with the number of examples."""
-    told = {name.removeprefix("check."): value for name, value in reported.items() if name.startswith("check.")}
-    examples = told.pop("examples", None)
-    order = [*metrics.KNOWN, *sorted(told.keys() - metrics.KNOWN.keys())]
-    found = []
-    for name in (name for name in order if name in told):
-        known = metrics.KNOWN.get(name, metrics.Metric(name, name, share=False))
-        found.append(f"{known.title} {f'{100 * told[name]:.1f} %' if known.share else _short(told[name])}")
-    if found and examples is not None:
-        found[0] += f" on {examples:.0f} held-out examples"
-    return found
+def evaluated(sums: EvaluationSums | None) -> list[str]:
+    """Describe an evaluation: the main metric, then its worst tenth and spread over devices, then other metrics."""
+    if sums is None or not sums.examples:
+        return []
+    first, *others = metrics.describe(sums, 1, skip=UNTOLD)
+    over = metrics.over_devices(sums)
+    if over is not None and over.devices > 1:
+        main = metrics.MAIN[sums.task]
+        worst, spread = (metrics.shown(main, value, 1) for value in (over.worst_decile, over.deviation))
+        others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
+    return [f"{first} on {sums.examples} held-out examples", *others]
 
 
 def _energy(updates: Sequence[Update]) -> str | None:

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 
 from fedquilt import config, graph_check, metrics
-from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError
+from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError, TaskKind
 from fedquilt.data import inputs, reading
 from fedquilt.edge_agent.engines import training
 from fedquilt.graph_check import Shape
-from fedquilt.metrics import TaskKind
 
 
 class Exported(NamedTuple):

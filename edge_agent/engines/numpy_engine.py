@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from fedquilt import config, metrics, tensors
-from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Tensors
+from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobError, ModelError, TaskKind, Tensors
 from fedquilt.edge_agent.engines import objectives, training
-from fedquilt.metrics import TaskKind
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
 EVALUATED_AT_ONCE = 1024
@@ -107,7 +106,7 @@ class NumpyEngine:
     @np.errstate(invalid="ignore", over="ignore")
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
-    ) -> dict[str, float]:
+    ) -> EvaluationSums:
         """See `fedquilt.core.Trainer`."""
         _require_able(hooks)
         mlp, model = _load(network, model)
@@ -116,7 +115,7 @@ class NumpyEngine:
         for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE, copies=1)):
             scores = forward(model, _inputs(network, examples.x[rows], hooks))[-1]
             found.add(scores, examples.y[rows], float(objectives.losses(mlp.task, scores, examples.y[rows])[0].sum()))
-        return found.metrics()
+        return found.sums()
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(

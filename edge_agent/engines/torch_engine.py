@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fedquilt import footprint, metrics
-from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
+from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import gpu, objectives, torch_objectives, torch_recompute, torch_step, training
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry, tensor_register
@@ -150,10 +150,10 @@ class TorchEngine:
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
-    ) -> dict[str, float]:
+    ) -> EvaluationSums:
         """See `fedquilt.core.Trainer`."""
         if not len(examples):
-            return {"examples": 0.0}
+            return EvaluationSums(examples=0, task=metrics.task_of(network))
         task = metrics.task_of(network)
         found = objectives.Evaluation(task)
         with _repeatable(0):
@@ -168,7 +168,7 @@ class TorchEngine:
                     scores = module(x)
                     loss = float(torch_objectives.total(task, scores, y))
                     found.add(scores.cpu().numpy(), examples.y[rows], loss)
-        return found.metrics()
+        return found.sums()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedquilt.core import Fit, Hooks, ModelError, Step, Tensors
+from fedquilt.core import Fit, Hooks, ModelError, Step, TaskKind, Tensors
 from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, training
 from fedquilt.edge_agent.engines.torch_moves import Moves
-from fedquilt.metrics import TaskKind
 from fedquilt.models.networks import tensor_register
 
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks

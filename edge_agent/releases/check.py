@@ -171,7 +171,7 @@ def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, floa
         scores = model.scores(held.x[first : first + AT_ONCE])
         loss, _ = objectives.losses(task, scores, y)
         sums.add(scores, y, float(loss.sum()))
-    found = metrics.main(sums.metrics())
+    found = metrics.main(sums.sums())
     assert found is not None
     return {"accuracy": found[1], "examples": float(len(held))}
 

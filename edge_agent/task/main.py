@@ -269,6 +269,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         return tensor_files.Floats(Path(order.bundles[name]))
 
     metrics: dict[str, float] = {}
+    evaluation: core.EvaluationSums | None = None
     weight = 0.0
     bundles: dict[str, core.BlobRef] = {}
     layouts: dict[str, dict[str, str]] = {}
@@ -279,9 +280,13 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
-        checked = method.check(task, dataclasses.replace(site, rng=tensors.rng(task.seed, "check")))
-        metrics |= {f"check.{name}": float(value) for name, value in checked.items()}
-        weight = float(checked.get("examples", len(site.held)))
+        evaluation = method.check(task, dataclasses.replace(site, rng=tensors.rng(task.seed, "check")))
+        if not isinstance(evaluation, core.EvaluationSums):
+            raise core.JobError(
+                f"`check` of method {task.method!r} returned {type(evaluation).__name__}, and the sums of "
+                "`site.engine.evaluate` are wanted"
+            )
+        weight = float(evaluation.examples)
     if "work" in task.actions:
         done = method.work(task, site)
         if not isinstance(done, core.Answer):
@@ -289,7 +294,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
                 f"`work` of method {task.method!r} returned {type(done).__name__}, and a fedquilt.core.Answer is wanted"
             )
         answer = compression.encoded(task.wire, done, base, private)
-        metrics |= {name: float(value) for name, value in answer.metrics.items()}
+        metrics = {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
         if answer.local and order.forgotten:
             note = note or order.forgotten
@@ -309,6 +314,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     return Outcome(
         weight=weight,
         metrics=metrics,
+        evaluation=evaluation,
         bundles=bundles,
         layouts=layouts,
         blobs=blobs,

@@ -33,6 +33,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Hooks,
     Order,
     Site,
@@ -174,7 +175,7 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), steps=steps))
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own part on its held-out share."""
     exits, model = exits_of(task), site.load("model")
     hooks = Hooks(prepare=exits.prepare(model)) if exits.looks else Hooks()

@@ -15,14 +15,25 @@ adapters and the head of a frozen pre-trained network, as in `fedlora`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, Order, Site, Task, Tensors, same_for_all
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    EvaluationSums,
+    Hooks,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    same_for_all,
+)
 from fedquilt.methods import fedavg, fedlora
 
 
@@ -84,7 +95,7 @@ def own(site: Site, received: Tensors) -> Tensors:
     return site.local or received
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own model on its held-out share."""
     received = site.load("model")
     still, hooks = adapted(task, site, received)

@@ -26,6 +26,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Expected,
     Fit,
     Hooks,
@@ -213,7 +214,7 @@ def trained(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> A
     return Answer({"model": model}, weight=float(len(site.train)), metrics=metrics)
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the received model on the held-out share."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 

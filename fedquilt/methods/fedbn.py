@@ -12,14 +12,13 @@ nobody else; `meta["private"]` names them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Order, Site, Task, Tensors, same_for_all
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, EvaluationSums, Order, Site, Task, Tensors, same_for_all
 from fedquilt.methods import fedavg
 
 
@@ -60,7 +59,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the shared tensors with the device's own batch norm."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 

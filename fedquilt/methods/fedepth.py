@@ -33,6 +33,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Hooks,
     Order,
     Site,
@@ -189,7 +190,7 @@ def linked(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head
     return prepare
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the whole network on the device's held-out share."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
     return site.engine.evaluate(task.params["network"], model, site.held)

@@ -25,6 +25,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Hooks,
     ModelError,
     Order,
@@ -136,7 +137,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the backbone with the received adapters and head."""
     backbone, received = site.load("backbone"), site.load("model")
     adapted = hooks(task, received)

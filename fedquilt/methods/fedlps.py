@@ -28,6 +28,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Hooks,
     JobError,
     ModelError,
@@ -139,7 +140,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": moved})
 
 
-def check(task: Task, site: Site) -> Any:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own part on its held-out share."""
     hooks = heterofl.hooks_of(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)

@@ -22,7 +22,18 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Contribution, DeviceView, Order, Site, Task, Tensors, derive_seed, expects
+from fedquilt.core import (
+    Answer,
+    Contribution,
+    DeviceView,
+    EvaluationSums,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    derive_seed,
+    expects,
+)
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
 
@@ -66,7 +77,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": masks.take(answer.bundles["model"], marks)})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate what the device has: in the warm-up its own part alone."""
     model = _received(task, site)[0] if task.params.get("masked") else site.load("model")
     return site.engine.evaluate(task.params["network"], model, site.held)

@@ -16,7 +16,7 @@ shared part is `State.model`, and the rest begins as `State.own`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Fit,
     Hooks,
     JobError,
@@ -111,7 +112,7 @@ def adapted(task: Task, site: Site) -> tuple[Tensors, Any]:
     return backbone, fedlora.hooks(task, {}).prepare
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the shared part with the device's own rest."""
     still, prepare = adapted(task, site)
     model = {**still, **whole(site)}

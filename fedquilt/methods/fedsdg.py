@@ -39,6 +39,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Expected,
     Hooks,
     ModelError,
@@ -228,7 +229,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gates(task, kept)}, local=kept)
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate with the own branch."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _evaluated(task, site, backbone)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,6 +30,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Examples,
     Hooks,
     ModelError,
@@ -162,10 +162,10 @@ def work(task: Task, site: Site) -> Answer:
     return Answer({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate on the held-out share, with gates and features cached as in training."""
     if not len(site.held):
-        return {"examples": 0.0}
+        return EvaluationSums(examples=0)
     examples, start, hooks, _ = _Copies(task, site).ready(site.load("model"), site.held, "held")
     return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task
+from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import Plan
@@ -125,7 +125,7 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.work(task, site, hooks)
 
 
-def check(task: Task, site: Site) -> Any:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the part of width p_max on the device's held-out share."""
     hooks = heterofl.hooks_of(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)

@@ -10,13 +10,24 @@ bundle has no activations by layer. Frozen tensors are sent once and keep their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    EvaluationSums,
+    Hooks,
+    ModelError,
+    Order,
+    Site,
+    Step,
+    Task,
+)
 from fedquilt.methods import fedavg, fedrep, ft_full
 
 
@@ -61,7 +72,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the frozen network with the received last layers."""
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 

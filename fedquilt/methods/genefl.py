@@ -38,13 +38,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, layer_costs, tensor_register, tensors
+from fedquilt import exact, layer_costs, metrics, tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Examples,
     ModelError,
     Order,
@@ -203,8 +204,8 @@ def work(task: Task, site: Site) -> Answer:
         "smooth": sum(strengths[name] * learngene.distance(model[name], received[name]) for name in bound),
         "elastic": sum(learngene.distance(model[name], elastic[name]) for name in bound),
     }
-    rated = site.engine.evaluate(task.params["network"], model, site.held) if len(site.held) else {}
-    told = {"personal": rated["accuracy"]} if rated else {}
+    rated = metrics.main(site.engine.evaluate(task.params["network"], model, site.held))
+    told = {} if rated is None else {"personal": rated[1]}
     gene = learngene.choose(
         {layer: parts[layer] for layer in task.params["shared"]},
         model,
@@ -217,10 +218,10 @@ def work(task: Task, site: Site) -> Answer:
     return Answer({"gene": sent}, answer.weight, {**answer.metrics, **terms, **told}, local=model)
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own model; there is none while its fingerprint is asked for."""
     if task.params["ask"] == "fingerprint":
-        return {"examples": 0.0}
+        return EvaluationSums(examples=0)
     return site.engine.evaluate(task.params["network"], _own(site, _received(task, site)[0]), site.held)
 
 

@@ -40,6 +40,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Expected,
     Hooks,
     ModelError,
@@ -210,7 +211,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own part on its held-out share."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks_of(task, site))
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task, same_for_all
+from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task, same_for_all
 from fedquilt.methods import fedavg
 
 
@@ -76,7 +76,7 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.trained(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Adapt the received model on the device's examples, then evaluate it on the held-out share."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):

@@ -8,11 +8,12 @@ import hostile_fields
 import msgspec
 import plain
 import pytest
+from evaluations import of_classes, of_numbers, total
 
 from fedquilt import profiles, wire
 from fedquilt.coordinator import claims, passed
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import BlobRef, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
+from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
 
 PROFILE = plain.profile(engines=("numpy",))
 
@@ -91,7 +92,7 @@ def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
         claims.require(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
 
 
-@pytest.mark.parametrize("name", ["check.accuracy", "accuracy", "check.macro_f1"])
+@pytest.mark.parametrize("name", ["accuracy", "macro_f1"])
 @pytest.mark.parametrize("value", [1e6, 1.01, -0.5])
 def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
     with pytest.raises(UpdateError, match="a share is from 0 to 1"):
@@ -169,13 +170,70 @@ def test_a_device_counts_as_a_hundred_others_at_most() -> None:
 
 def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same() -> None:
     """SCAFFOLD and pFedMe give every device the weight 1, which says nothing about how many examples it has."""
-    honest = msgspec.structs.replace(update(examples=1200), metrics={"check.examples": 300.0})
+    honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
     bounds = claims.Bounds(examples=100.0, reported=120_000.0)
     claims.require(honest, bounds, work=True)
     assert claims.bound(honest, bounds) == (honest, "")
     assert "120001 examples, and 120000 are the most" in claims.bound(update(examples=120_001), bounds)[1]
-    with pytest.raises(UpdateError, match="more than 299"):
+    with pytest.raises(UpdateError, match="an evaluation on 300 examples, and 299 are the most"):
         claims.require(honest, claims.Bounds(reported=299.0), work=False)
+
+
+# -- metrics and evaluations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({f"m{number}": 1.0 for number in range(65)}, "65 metrics, and 64 are the most"),
+        ({"Loss": 1.0}, "metric 'Loss' has a name other than"),
+        ({"\x1b[2J": 1.0}, r"metric '\\x1b\[2J' has a name other than"),
+        ({"x" * 41: 1.0}, "has a name other than"),
+        ({"loss": float("inf")}, "metric 'loss' is not a finite number"),
+    ],
+)
+def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) -> None:
+    """Those of a device, and those of a board within the blob of its site."""
+    with pytest.raises(UpdateError, match=said):
+        claims.require(msgspec.structs.replace(update(), metrics=metrics), claims.Bounds(), work=False)
+    with pytest.raises(UpdateError, match=said):
+        claims.require_boards(update(), [passed.Part("cam-1", 1.0, metrics)], claims.Bounds(right=RIGHT))
+
+
+@pytest.mark.parametrize(
+    ("sums", "right", "said"),
+    [
+        (of_classes(0.5), None, ""),
+        (total(of_classes(0.5), of_classes(0.75, 4)), RIGHT, ""),
+        (of_classes(0.5), RIGHT, "no ascending values of its devices"),
+        (total(of_classes(0.5)), None, "values of devices, and it speaks for itself"),
+        (
+            total(of_classes(0.5), of_classes(0.7), of_classes(0.7)),
+            RIGHT,
+            "values of 3 devices, and it may speak for 2",
+        ),
+        (msgspec.structs.replace(of_classes(0.5), devices=((0.9, 1),)), RIGHT, "a main metric of 0.5 beyond"),
+        (msgspec.structs.replace(of_classes(0.5), devices=((0.5, 1), (1.5, 1))), RIGHT, "no ascending values"),
+        (of_numbers(1.0, 1.0, 5), None, r"1 outputs \(regression\), and the network has 2 \(classes\)"),
+        (msgspec.structs.replace(of_classes(0.5), examples=9), None, "its evaluation has counts of 10 examples"),
+        (of_classes(0.5, 10, 1e300), None, "a sum that is not a number up to"),
+    ],
+)
+def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(
+    sums: EvaluationSums, right: SiteRight | None, said: str
+) -> None:
+    given = msgspec.structs.replace(update(), evaluation=sums)
+    bounds = claims.Bounds(right=right, outputs=2)
+    if not said:
+        return claims.require(given, bounds, work=False)
+    with pytest.raises(UpdateError, match=said):
+        claims.require(given, bounds, work=False)
+
+
+def test_an_evaluation_that_nobody_asked_for_does_not_count() -> None:
+    given = msgspec.structs.replace(update(), evaluation=of_classes(1.0))
+    found, odd = claims.bound(given, claims.Bounds(checks=False))
+    assert (found.evaluation, odd) == (None, "an evaluation that it was not asked for")
 
 
 # -- the table ------------------------------------------------------------------------------------

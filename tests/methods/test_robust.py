@@ -13,6 +13,7 @@ from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Contribution, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import robust
 from fedquilt.testing.toys import learners, play, to_train
 
@@ -141,7 +142,8 @@ def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) 
     def loss(name: str, rounds: int, **params: Any) -> float:
         chosen, cohort = {"epochs": 2, "batch": 8, "lr": 0.1, **params}, {"min_devices": 3}
         *_, last = play(name, to_train(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet)
-        return float(np.mean([engine.evaluate(last.network, last.model, each.held)["loss"] for each in devices]))
+        evaluated = [metrics_of(engine.evaluate(last.network, last.model, each.held)) for each in devices]
+        return float(np.mean([each["loss"] for each in evaluated]))
 
     assert loss("robust", 8, rule=rule) < np.log(3)
     if rule == "median":

@@ -12,6 +12,7 @@ from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, ModelError
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import partial
 from fedquilt.testing.toys import given
@@ -134,8 +135,8 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
         assert method.check is not None
         task, site = given(method, order, member, engine())
         told = method.check(task, site)
-        assert told["examples"] == 4
-        assert 0 <= told["accuracy"] <= 1
+        assert told.examples == 4
+        assert 0 <= metrics_of(told)["accuracy"] <= 1
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])

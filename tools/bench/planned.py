@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import cost_model, profiles, progress
+from fedquilt import cost_model, evaluation, profiles, progress
 from fedquilt.coordinator import energy_plan, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed
 from fedquilt.coordinator.store import Store
@@ -134,7 +134,9 @@ def play(job: settings.Job, folder: Path, home: Path) -> Result:
     with Simulation(job, folder, held, home, make=make) as simulated:
         for each in simulation.play([simulated], hands):
             if each.done and each.done not in accuracies:
-                accuracies[each.done] = (hands.test(each) or {})["accuracy"]
+                tested = hands.test(each)
+                assert tested is not None
+                accuracies[each.done] = evaluation.main_value(tested)
         if simulated.status != "done":
             raise JobError(f"{simulated.run} has {simulated.ended}: {simulated.reason}")
         run = simulated.run

@@ -353,6 +353,7 @@ class SiteWorker:
         return Outcome(
             weight=math.fsum(update.weight for update in known.updates.values()),
             metrics=fact.metrics,
+            evaluation=fact.evaluation,
             bundles=refs,
             examples=sum(usage.examples or 0 for usage in used),
             cpu_s=math.fsum(usage.cpu_s for usage in used),

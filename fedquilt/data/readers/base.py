@@ -14,8 +14,7 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 
-from fedquilt.core import DataError
-from fedquilt.metrics import TaskKind
+from fedquilt.core import DataError, TaskKind
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from evaluations import of_classes, of_numbers, total
 
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.facts import (
@@ -179,7 +180,7 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     """Whether the job's rounds are over or the method has ended by itself."""
     state = begun(Cohort(), rounds=5 if finished else 1, check_every=1)
     facts = [Asked(0, 0, ("a",)), answer("a"), Closed(0), Committed(0, REF, finished, {})]
-    facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {"check.accuracy": 0.5})]
+    facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {}, evaluation=of_classes(0.5))]
     told, teller = [], log.Teller()
     for fact in facts:
         state = apply(state, fact, 1.0)
@@ -190,7 +191,8 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
         "round 0: updates aggregated (1 of 1 devices)",
         "final evaluation: cohort a",
     ]
-    assert told[7] == "final evaluation: accuracy 50.0 %, 1 of 1 devices"
+    assert told[7].startswith("final evaluation: accuracy 50.0 % on 10 held-out examples, ")
+    assert told[7].endswith(", loss 0.5, 1 of 1 devices")
 
 
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
@@ -268,10 +270,11 @@ def test_a_count_is_told_to_the_last_one() -> None:
 def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
     """Devices evaluate what they get, before they train it: the state that the round before has left."""
     for round, of in ((0, "at the start"), (3, "after round 2")):
-        (told,) = log.sentences(Committed(round, REF, False, {"check.accuracy": 0.5, "loss": 0.25}))
-        assert told == f"round {round}: updates aggregated; loss 0.25; {of}: accuracy 50.0 %"
-    noted = log.sentences(Committed(3, REF, False, {"check.accuracy": 0.5, "loss": 0.25}, ("a note",)))
-    assert noted == ["round 3: updates aggregated; after round 2: accuracy 50.0 %", "a note"]
+        evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
+        (told,) = log.sentences(Committed(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4)))
+        assert told == f"round {round}: updates aggregated; loss 0.25; {of}: {evaluated}"
+    noted = log.sentences(Committed(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4)))
+    assert noted == [f"round 3: updates aggregated; after round 2: {evaluated}", "a note"]
 
 
 def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
@@ -279,13 +282,14 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     state, teller = begun(Cohort(size=4), check_every=1), log.Teller()
     metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
     facts = [Asked(0, 0, tuple("abcd")), *(Answered(0, update) for update in metered), answer("c"), Closed(0)]
-    checked = {"loss": 0.25, "check.accuracy": 0.777, "check.examples": 718.0, "check.loss": 0.5}
-    for fact in [*facts, Committed(0, REF, False, checked)]:
+    checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
+    for fact in [*facts, Committed(0, REF, False, {"loss": 0.25}, evaluation=checked)]:
         state = apply(state, fact, 1.0)
         told = teller.tell(fact, state)
     assert told == [
         "round 0: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
-        "at the start: accuracy 77.7 % on 718 held-out examples, loss 0.5"
+        "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
+        "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
     state = apply(state, Asked(1, 0, ("a",)), 2.0)
     teller.tell(Asked(1, 0, ("a",)), state)
@@ -306,11 +310,8 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
 
 def test_an_evaluation_has_its_own_metrics() -> None:
     """Shares in per cent, others as they are; the main one comes first."""
-    found = {"check.loss": 0.25, "check.rmse": 1.5, "check.examples": 40.0, "check.odd": 2.0}
-    (told,) = log.sentences(Committed(1, REF, False, found))
-    assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, loss 0.25, odd 2")
-    (told,) = log.sentences(Committed(1, REF, False, {"check.label_accuracy": 0.5}))
-    assert told.endswith("after round 0: label accuracy 50.0 %")
+    (told,) = log.sentences(Committed(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40)))
+    assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
 
 
 def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

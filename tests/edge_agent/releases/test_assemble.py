@@ -27,6 +27,7 @@ from fedquilt.edge_agent.releases.protocol import CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.evaluation import metrics_of
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
 FIRST = numpy_engine.init(NETWORK, seed=0)
@@ -77,7 +78,7 @@ def accuracy(model: dict[str, np.ndarray]) -> float:
     """Of a network on the held-out digits, by the engine that trains."""
     _, held = examples.load(DataSpec(**board_data()))
     engine = numpy_engine.NumpyEngine(1 << 40, base_bytes=0)
-    return float(engine.evaluate(NETWORK, model, held)["accuracy"])
+    return float(metrics_of(engine.evaluate(NETWORK, model, held))["accuracy"])
 
 
 def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(place: Place) -> None:

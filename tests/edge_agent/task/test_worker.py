@@ -37,7 +37,8 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
         outcome = carried_out(worker, order)
     assert (outcome.code, outcome.reason) == ("ok", "")
     assert outcome.weight == 8.0
-    assert outcome.metrics["check.examples"] == 2.0
+    assert outcome.evaluation is not None
+    assert outcome.evaluation.examples == 2
     assert "loss" in outcome.metrics
     model = tensors.read(Path(order.out) / outcome.bundles["model"].sha256)
     assert model.keys() == MODEL.keys()
