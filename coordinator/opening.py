@@ -103,7 +103,7 @@ class Opening:
     # -- jobs that do not go on --
 
     def _failed(self, row: Row, error: Exception, now_s: float) -> None:
-        if (hold := mending.hold_of(error)) is not None:
+        if (hold := mending.suspension_reason(error)) is not None:
             return self.put_off(row, hold, now_s)
         if isinstance(error, StoreError):
             raise error

@@ -358,11 +358,15 @@ def tell(
                 print(told)
             return
         hold = store.holds.of(id)
-        wait = waits.Wait(str(hold), hold, "lost") if hold else waits.logged(row, state, waits.known(store.home))
+        wait = (
+            waits.Wait(str(hold), hold, "lost")
+            if hold
+            else waits.describe_round_wait(row, state, waits.known(store.home))
+        )
         if waiting.line(wait, time.monotonic()) is not None and wait is not None and not json:
             busy = {} if hold else waits.elsewhere(store, id)
             if not hold:
-                wait = waits.logged(row, state, waits.known(store.home), busy.keys()) or wait
+                wait = waits.describe_round_wait(row, state, waits.known(store.home), busy.keys()) or wait
             taken = None if hold else waits.taken(state, waits.surveyed(state), busy)
             mend = taken or (MORE if wait.kind == "boards" else None)
             _tell(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))

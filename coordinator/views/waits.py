@@ -64,7 +64,7 @@ def of(row: Row, store: Store) -> str | None:
     state = replayed(row, store.facts(row.id))
     if state.phase not in ("selecting", "open"):
         return None
-    wait = logged(row, state, known(store.home), elsewhere(store, row.id).keys())
+    wait = describe_round_wait(row, state, known(store.home), elsewhere(store, row.id).keys())
     return None if wait is None else wait.text
 
 
@@ -74,14 +74,16 @@ def known(home: Path) -> dict[str, Board]:
         return {each.device: each for each in store.boards()}
 
 
-def logged(row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()) -> Wait | None:
-    """Return what the running round of a log waits for, or None if all its devices are at work.
+def describe_round_wait(
+    row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()
+) -> Wait | None:
+    """Return what the round of a job's log waits for, or None as `waiting` does.
 
     Args:
-        row: the run.
-        state: of its log, with times in wall-clock seconds.
-        boards: as of `known`.
-        busy: devices that other jobs have.
+        row: The job.
+        state: State of the job's log, with times in wall-clock seconds.
+        boards: The devices of the home by name.
+        busy: Devices that other jobs have leased.
     """
     try:
         engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
@@ -111,9 +113,10 @@ def waiting(
     now: float = 0.0,
     until: float = 0.0,
 ) -> Wait | None:
-    """Return what the running round waits for, or None if all its devices are at work, or nothing runs.
+    """Return what the running round waits for.
 
-    Devices at work are named once another has answered.
+    Return None if no round is selecting or open. Return None as well until the first update arrives, if no selected
+    device is offline, silent or at another job's task.
 
     Args:
         state: of the run.
