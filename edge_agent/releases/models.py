@@ -47,7 +47,6 @@ from fedquilt.wire import Release
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
-CHECK: Final = "check"  # folder in the agent's home
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
 METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
@@ -105,7 +104,7 @@ class Models(Kind):
         self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
-        self._out = Path(settings.home).absolute() / CHECK / confine.OUT
+        self._out = Path(settings.home).absolute() / confine.CHECK / confine.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[Release, float] | None = None  # the release under check, and the check's time limit

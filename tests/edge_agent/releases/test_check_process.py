@@ -20,7 +20,8 @@ from waiting import until
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.releases import start
 from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.releases.models import CHECK, Models
+from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.task.confine import CHECK
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task import confine
 from fedquilt.edge_agent.task.worker import ChildWorker
