@@ -317,7 +317,7 @@ class Local:
                 self._disk.unlink(self._probe)
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
-        """Drop blobs and caches, the longest unused first, so that `size` more bytes fit into the limit and on the disk.
+        """Drop blobs and caches, the longest unused first, so that `size` more bytes fit the limit and the disk.
 
         Args:
             size: Bytes that are to come.
