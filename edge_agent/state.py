@@ -326,7 +326,8 @@ class Local:
             idle: Whether no process of a task or a check runs, whose caches may be dropped only then.
         """
         caches = self._cached(limit_bytes)
-        unused = sorted([*self.depot.unused(), *caches], key=lambda each: each[0])
+        both: list[tuple[int, str | Path, int]] = [*self.depot.unused(), *caches]
+        unused = sorted(both, key=lambda each: each[0])
         with doing(f"look at {self.home}"):
             free = self.free_bytes()
         over = max(sum(kept for _, _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)

@@ -26,7 +26,8 @@ class Wait(NamedTuple):
 
     text: str  # as a sentence's end
     key: Hashable  # stays the same while only time passes
-    kind: Literal["boards", "lost", "working"]  # more boards; boards that are offline or silent; boards at work
+    # more devices; plug-ins on devices; devices that are offline or silent; devices at work
+    kind: Literal["boards", "plugins", "lost", "working"]
 
 
 def elsewhere(store: Store, run: str) -> dict[str, str]:
@@ -131,20 +132,36 @@ def waiting(
         return None
     if state.asked:
         return _unanswered(state, able, busy, board, now, until)
+    lacking = [device for device, code in state.passed.items() if eligibility.key(code) == "plugin"]
+    able = set(able).difference(lacking)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        text = f"{there}, at least {rounds.needed(state)} needed"
-        return Wait(text, text, "boards")
+        least = rounds.needed(state) - len(able)
+        text = f"{there}, at least {rounds.needed(state)} needed{_lacking(state, lacking)}"
+        return Wait(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
     if rounds.all_declined(state):  # the round ends within seconds: nobody could start a device until then
         text = f"other devices: {names(sorted(state.declined))} declined"
         return Wait(f"{text}{_limit(until, now)}", text, "lost")
-    want = rounds.wanted(state, set(able) - state.passed.keys())
-    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {rounds.quorum(state, want)}"
-    return Wait(f"{text}{_limit(until, now)}", text, "boards")
+    want = rounds.wanted(state, able - state.passed.keys())
+    quorum = rounds.quorum(state, want)
+    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
+    kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
+    return Wait(f"{text}{_limit(until, now)}{_lacking(state, lacking)}", text, kind)
+
+
+def _lacking(state: Rounds, devices: Sequence[str]) -> str:
+    """Return which of these devices lack which plug-in, and the fix, as the end of a sentence."""
+    by_code = dict[str, list[str]]()
+    for device in sorted(devices):
+        by_code.setdefault(state.passed[device], []).append(device)
+    return "".join(
+        f"; not {names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.told(code)}"
+        for code, found in sorted(by_code.items())
+    )
 
 
 def _unanswered(
