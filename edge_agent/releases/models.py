@@ -34,7 +34,7 @@ from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.edge_agent.releases.hook import Hook
-from fedquilt.edge_agent.releases.judging import judged, worse
+from fedquilt.edge_agent.releases.judging import judged, undecided, worse
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
@@ -57,6 +57,8 @@ FAILED_SHARE: Final = (
 )
 TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
 QUIET_S: Final = 30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
+LABELS_S: Final = 60.0  # without another label, after which the labels so far decide on a model that soaks
+LABELS_MOST_S: Final = 900.0  # after the exchange, likewise
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
@@ -116,6 +118,7 @@ class Models(Kind):
         self._before: Served | None = None  # the runner's last report on the model before; not kept over restarts
         self._min_gain: float | None = None  # limit of the release in use
         self._exchanged_s = clock()
+        self._labelled = (0, self._exchanged_s)  # labels of the model in use, and when their number has changed
         self._there = False  # whether a runner was there at the exchange
 
     # -- what is in use --
@@ -348,13 +351,14 @@ class Models(Kind):
     def _exchanged(self) -> None:
         """Run the owner's hook, and watch the runner from now on."""
         self._first, self._exchanged_s = None, self._clock()
+        self._labelled = (0, self._exchanged_s)
         self._there = self.runner.look() is not None and self.runner.quiet_s <= QUIET_S
         environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
         self._hook.start(environment)
 
     def settled(self) -> bool:
         """See `Kind`."""
-        return not self._hook.runs and self._runner_follows()
+        return not self._hook.runs and self._runner_follows() and not self._awaits_labels()
 
     def _runner_follows(self) -> bool:
         """Whether a runner, if any, has taken the model up and still writes; `ill` ends the wait for both."""
@@ -364,6 +368,17 @@ class Models(Kind):
         if told.model != now:
             return self._clock() > self._exchanged_s + TAKEN_UP_S
         return self.runner.quiet_s <= QUIET_S
+
+    def _awaits_labels(self) -> bool:
+        """Return whether labels arrive that may yet show that the model in use misses its limit."""
+        told, now_s = self.runner.look(), self._clock()
+        if told is None or told.model != self._answers():
+            return False
+        if told.labelled != self._labelled[0]:
+            self._labelled = (told.labelled, now_s)
+        if now_s > min(self._labelled[1] + LABELS_S, self._exchanged_s + LABELS_MOST_S):
+            return False
+        return undecided(self._min_gain, self._before, told)
 
     def ill(self) -> str:
         """See `Kind`."""
