@@ -38,7 +38,7 @@ from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import costs, log, waits
+from fedquilt.coordinator.views import costs, log, waits, why
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
@@ -279,6 +279,10 @@ def coordinate(
 
     def observe(job: Shown, fact: AnyFact) -> None:
         console.observe(job, fact)
+        if isinstance(fact, Closed) and not fact.round:
+            warning = why.warn_of_weights(store, job.job, (each for _, _, each in store.facts(job.id)))
+            if warning is not None:
+                console.say(f"{job.id}: {warning}")
         counts.observe(job, fact)
         if site is not None:
             site.observe(job, fact)
