@@ -76,17 +76,20 @@ class Boards:
         self._now_s, at = now_s, self._clock()
         if isinstance(heard, Flooded):
             refusal = Refusal(at, "flooding", FLOODED)
-            return self._put(replace(self._of(heard.device), refusal=refusal), SOON_S)
+            return self._put(replace(self._status_with_last_seen(heard.device), refusal=refusal), SOON_S)
         if isinstance(heard, Silent):
-            return self._put(boards.lost(self._of(heard.device), at), SOON_S)
+            return self._put(boards.lost(self._status_with_last_seen(heard.device), at), SOON_S)
         if isinstance(heard, Returned):
-            return self._put(boards.returned(self._of(heard.device), at), SOON_S)
+            return self._put(boards.returned(self._status_with_last_seen(heard.device), at), SOON_S)
         if type(heard) is not tuple:
             return None
         device, message = heard
         if isinstance(message, wire.Presence):
             self._doubted.discard(device)
-        self._put(boards.heard(self._of(device), message, at), LATER_S if isinstance(message, _OFTEN) else SOON_S)
+        self._put(
+            boards.heard(self._status_with_last_seen(device), message, at),
+            LATER_S if isinstance(message, _OFTEN) else SOON_S,
+        )
         if isinstance(message, Telemetry) and device in self._boards:
             self._read(device, message, int(at))
         return None
@@ -96,12 +99,12 @@ class Boards:
         if device in self._boards or len(self._seen) < MOST:
             self._seen[device] = self._clock()
         if device in self._boards and self._boards[device].quiet:
-            self._put(replace(self._of(device), quiet=False), SOON_S)
+            self._put(replace(self._status_with_last_seen(device), quiet=False), SOON_S)
 
     def quiet(self, device: str) -> None:
         """Note that a board was asked for its presence, as it has not sent anything for long."""
         if device in self._boards:
-            self._put(replace(self._of(device), quiet=True), SOON_S)
+            self._put(replace(self._status_with_last_seen(device), quiet=True), SOON_S)
 
     def contact(self, connected: bool) -> None:
         """Note whether the broker is connected now. While it is not, nothing new is heard of any board."""
@@ -111,29 +114,32 @@ class Boards:
 
     def board(self, device: str) -> Board | None:
         """Return a board as of now, or None if nothing is noted of it."""
-        return self._of(device) if device in self._boards else None
+        return self._status_with_last_seen(device) if device in self._boards else None
 
     def known(self) -> list[tuple[Board, Reading | None]]:
         """Every board with its latest reading, as of now; another thread may ask."""
         sums = self._sums
-        return [(self._of(device), sums[device][1] if device in sums else None) for device in self._boards.copy()]
+        return [
+            (self._status_with_last_seen(device), sums[device][1] if device in sums else None)
+            for device in self._boards.copy()
+        ]
 
     def asked(self, device: str, task: Task) -> None:
         """Note that a board was sent a task."""
-        self._put(boards.asked(self._of(device), task, self._clock()), SOON_S)
+        self._put(boards.asked(self._status_with_last_seen(device), task, self._clock()), SOON_S)
 
     def turned(self, device: str, waits: bool) -> None:
         """Note that a board's update has to wait for its turn, or need not any more."""
-        self._put(boards.turned(self._of(device), waits), SOON_S)
+        self._put(boards.turned(self._status_with_last_seen(device), waits), SOON_S)
 
     def answered(self, device: str, ack: wire.Ack) -> None:
         """Note that a board was told what became of its update."""
-        self._put(boards.answered(self._of(device), ack, self._clock()), SOON_S)
+        self._put(boards.answered(self._status_with_last_seen(device), ack, self._clock()), SOON_S)
 
     def idle(self, device: str) -> None:
         """Note that a board has no task any more."""
         if device in self._boards:
-            self._put(replace(self._of(device), doing=None), SOON_S)
+            self._put(replace(self._status_with_last_seen(device), doing=None), SOON_S)
 
     def step(self, now_s: float) -> float:
         """Store what is due; returns when something will be."""
@@ -180,7 +186,7 @@ class Boards:
 
     # -- within --
 
-    def _of(self, device: str) -> Board:
+    def _status_with_last_seen(self, device: str) -> Board:
         board = self._boards.get(device) or Board(device)
         seen = self._seen.get(device)
         return board if seen is None else replace(board, seen=seen)
@@ -212,14 +218,14 @@ class Boards:
         if self._told_away:
             store.note_away(self._away)
             self._told_away = False
-        store.write([self._of(device) for device in self._changed], readings)
+        store.write([self._status_with_last_seen(device) for device in self._changed], readings)
         self._changed.clear()
         self._readings.clear()
         self._due_s, self._failed = math.inf, False
 
     def _tidy(self, store: BoardStore, now: float) -> None:
         store.tidy(now)
-        gone = {device for device in self._boards if _forgotten(self._of(device), now)}
+        gone = {device for device in self._boards if _forgotten(self._status_with_last_seen(device), now)}
         self._forget(store, gone)
 
     def _forget(self, store: BoardStore, devices: Collection[str]) -> None:

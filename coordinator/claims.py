@@ -194,7 +194,7 @@ def require(update: Update, bounds: Bounds, *, work: bool) -> None:
     if update.evaluation is not None:
         _require_evaluation(update.evaluation, bounds, most, boards=boards if bounds.right and for_boards else 0)
     if work:
-        _require_weight(update, bounds.examples * boards, update.usage.examples)
+        _require_weight_within(update, bounds.examples * boards, update.usage.examples)
         _require_speed(update, bounds)
 
 
@@ -247,10 +247,10 @@ def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds)
         require_metrics(part.metrics)
         if part.weight > bounds.examples:
             raise UpdateError(_too_heavy(part.device, part.weight, bounds.examples))
-    _require_weight(update, len(parts) * bounds.examples, None)
+    _require_weight_within(update, len(parts) * bounds.examples, None)
 
 
-def _require_weight(update: Update, most: float, told: int | None) -> None:
+def _require_weight_within(update: Update, most: float, told: int | None) -> None:
     if not update.weight <= most:
         raise UpdateError(_too_heavy(update.device, update.weight, most))
     if told is not None and update.weight > max(told, 1):

@@ -115,13 +115,13 @@ def remove(store: Store, ids: Collection[str]) -> Swept:
     """
     store.require_idle(ids)
     alone = store.lock()
-    before = _sweep(store, alone)  # on a full disk, this makes the room without which no run can be removed
+    before = _collect_garbage(store, alone)  # on a full disk, this makes the room without which no run can be removed
     store.remove(ids)
-    after = _sweep(store, alone)
+    after = _collect_garbage(store, alone)
     return Swept(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
 
 
-def _sweep(store: Store, alone: bool) -> Swept:
+def _collect_garbage(store: Store, alone: bool) -> Swept:
     """Remove agents' folders and evaluations of runs that no longer exist and, if `alone`, blobs that no run needs."""
     files, total = _remove_strays(store)
     if not alone:

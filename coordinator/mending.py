@@ -75,7 +75,7 @@ def reading(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
         raise UnreadableError(what, error, again, place) from None
 
 
-def hold_of(error: BaseException) -> UnreadableError | None:
+def suspension_reason(error: BaseException) -> UnreadableError | None:
     """Return the reason to hold a job for an error of the disk or a lack of file descriptors, or None."""
     if isinstance(error, UnreadableError):
         return error

@@ -7,7 +7,6 @@ about it is passed over, as the device repeats it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -103,7 +102,7 @@ class Opening:
     # -- jobs that do not go on --
 
     def _failed(self, row: Row, error: Exception, now_s: float) -> None:
-        if (hold := mending.hold_of(error)) is not None:
+        if (hold := mending.suspension_reason(error)) is not None:
             return self.put_off(row, hold, now_s)
         if isinstance(error, StoreError):
             raise error
@@ -125,12 +124,17 @@ class Opening:
 
     def put_off(self, job: Row | Running, error: UnreadableError, now_s: float) -> None:
         """Take a job up again a little later, as the disk has failed; or give up what it did not give back."""
-        ids = about(run=job.id)
-        if (tried := self._held.failed(job.id, error.what, now_s, counts=not error.lasts)) is not None:
-            log.error("%s; %s is taken up again in %g s", error, job.id, unreadable.AGAIN_S, extra=ids)
-            ahead_s = time.time() - now_s  # the wall clock is for people
-            self._desk.store.holds.note(job.id, Hold(tried.since_s + ahead_s, tried.again_s + ahead_s, str(error)))
-        elif error.again:
+        ids, holds, before = about(run=job.id), self._desk.store.holds, None
+        ahead_s = self._desk.store.depot.disk.wall_s() - now_s
+        if (last := holds.last(job.id)) is not None:
+            before = unreadable.Tried(last.what, last.tries, last.since - ahead_s, last.again - ahead_s)
+        tried = self._held.failed(job.id, error.what, now_s, counts=not error.lasts, before=before)
+        if tried is not None:
+            log.error("%s; %s is taken up again in %.3g s", error, job.id, tried.again_s - now_s, extra=ids)
+            since, again = tried.since_s + ahead_s, tried.again_s + ahead_s
+            return holds.note(job.id, Hold(since, again, str(error), error.what, tried.number))
+        holds.forget(job.id)
+        if error.again:
             log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
             self._desk.store.depot.damaged(error.again)
         else:

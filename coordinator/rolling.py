@@ -113,6 +113,10 @@ class Rolling:
             if state is None:
                 state = self._states[found.state.id] = found.state
                 self._own(state, state.offered)
+                wall_s = self._store.depot.disk.wall_s()
+                if (restarted := rollouts.restarted(state, wall_s - found.at)) is not None:
+                    self._record([(state.id, restarted)], now_s)
+                    state = self._states[state.id]
                 if state.offered:  # it was under way when the last coordinator ended
                     self._issue(state, state.offered, now_s)
             if found.wish:
@@ -171,7 +175,8 @@ class Rolling:
             known = self._registry.devices.get(device)
             online = known is not None and known.online  # one that has just gone is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
-            since_s = max(self._opened_s, self._told_s.get(device, -math.inf), gone_s)
+            opened_s = self._opened_s - rollouts.waited_s(state, device, online)
+            since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
             profile = known.profile if known is not None else None
             able = profile is None or not rollouts.hindrance(state.plan, profile)
             found[device] = Seen(online, since_s, None if profile is None else profile.labels, able)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from fedquilt import labels, onnx_format, wire
 from fedquilt.coordinator.rollout_plan import Plan as Plan
+from fedquilt.coordinator.rounds import passed_at_restart
 from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived, shorten_error
 from fedquilt.core.messages import UPGRADES
 
@@ -59,6 +60,13 @@ class Heard(Fact, frozen=True):
     metrics: dict[Label, float] = {}
 
 
+class Restarted(Fact, frozen=True):
+    """A coordinator has taken the rollout up while a step runs: how much of its limits of time has passed."""
+
+    silent_s: float  # of the time for which a step waits for a board that is offline or has said nothing
+    present_s: float  # of the time for which a step waits for a board that is there and has not ended
+
+
 class Passed(Fact, frozen=True):
     """The boards of a step have answered well enough; `silent`: those that were not waited for any longer."""
 
@@ -83,12 +91,13 @@ class RolledBack(Fact, frozen=True):
     serial: Count
 
 
-AnyFact: TypeAlias = Begun | Offered | Heard | Passed | Done | Aborted | RolledBack
+AnyFact: TypeAlias = Begun | Offered | Heard | Restarted | Passed | Done | Aborted | RolledBack
 
 ALLOWED: Final[Mapping[type[Fact], tuple[Status, ...]]] = {
     Begun: ("queued",),
     Offered: ("running", "done"),
     Heard: ("running", "done", "aborted", "rolled back"),
+    Restarted: ("running",),
     Passed: ("running",),
     Done: ("running",),
     Aborted: ("queued", "running"),
@@ -114,6 +123,9 @@ class Rollout(msgspec.Struct, frozen=True):
     reason: str = ""  # why it was aborted
     without: Mapping[str, str] = {}  # devices that were left out at its start, as they cannot take its release -> why
     silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
+    silent_s: float = 0.0  # as of the latest `Restarted` of the step that runs
+    present_s: float = 0.0
+    restarts: int = 0  # of coordinators while the step runs
 
     @property
     def under_way(self) -> bool:
@@ -164,9 +176,12 @@ def apply(state: Rollout, fact: AnyFact) -> Rollout:
         case Begun(serial, without):
             return replace(state, status="running", serial=serial, without=without)
         case Offered(step, devices):
-            return replace(state, offered={**state.offered, **dict.fromkeys(devices, step)})
+            offered = {**state.offered, **dict.fromkeys(devices, step)}
+            return replace(state, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
         case Heard(device):
             return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
+        case Restarted(silent_s, present_s):
+            return replace(state, silent_s=silent_s, present_s=present_s, restarts=state.restarts + 1)
         case Passed(step, silent):
             return replace(state, step=step + 1, silent=state.silent.union(silent))
         case Done():
@@ -359,15 +374,36 @@ def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str,
 
 
 def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
-    return now_s < _until_s(state, device, seen)
+    # nobody has heard of it since the start of the coordinator, or it has other labels now, or a step passed without it
+    if seen is None or device in state.silent:
+        return False
+    return now_s < seen.since_s + _limit_s(state, _talks(state, device, seen.online))
 
 
-def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
-    """Time until which a board that has not ended with the release is waited for."""
-    if seen is None:  # nobody has heard of it since the start of the coordinator, or it has other labels now
-        return -math.inf
-    talks = seen.online and state.phase(device) != ""
-    return seen.since_s + (LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s)
+def _limit_s(state: Rollout, talks: bool) -> float:
+    return LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s
+
+
+def _talks(state: Rollout, device: str, online: bool) -> bool:
+    return online and state.phase(device) != ""
+
+
+def waited_s(state: Rollout, device: str, online: bool) -> float:
+    """Return for how long earlier coordinators have waited for a device in the step that runs."""
+    return state.present_s if _talks(state, device, online) else state.silent_s
+
+
+def restarted(state: Rollout, since_s: float) -> Restarted | None:
+    """Return the event that a coordinator has taken the rollout up, or None if no step runs.
+
+    Args:
+        state: State of the rollout.
+        since_s: Seconds since its latest event by the wall clock.
+    """
+    if not state.open:
+        return None
+    limits = (state.silent_s, _limit_s(state, False)), (state.present_s, _limit_s(state, True))
+    return Restarted(*(passed_at_restart(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits))
 
 
 def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:

@@ -77,8 +77,20 @@ def restarted(state: Rounds, now_s: float) -> Restarted | None:
     if not limit_s or not (starting(state) or state.phase == "open"):
         return None
     since_s = now_s - (state.opened_s + state.passed_s)
-    passed_s = state.passed_s + (since_s if 0 < since_s < limit_s else UNKNOWN * limit_s)
-    return Restarted(state.round, min(passed_s, (1 - LEFT * 0.5**state.restarts) * limit_s))
+    return Restarted(state.round, passed_at_restart(state.passed_s, since_s, limit_s, state.restarts))
+
+
+def passed_at_restart(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
+    """Return how much of a limit of time has passed when a coordinator restarts.
+
+    Args:
+        passed_s: Seconds that had passed at the restart before.
+        since_s: Seconds since then by the wall clock.
+        limit_s: The limit.
+        restarts: Number of restarts before.
+    """
+    passed_s += since_s if 0 < since_s < limit_s else UNKNOWN * limit_s
+    return min(passed_s, (1 - LEFT * 0.5**restarts) * limit_s)
 
 
 def survey(

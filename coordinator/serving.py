@@ -386,7 +386,7 @@ class Serving:
 
     def fail(self, error: Exception, now_s: float) -> None:
         """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
-        if (hold := mending.hold_of(error)) is not None:
+        if (hold := mending.suspension_reason(error)) is not None:
             self.unreadable = hold
             return
         if isinstance(error, StoreError | MemoryError):

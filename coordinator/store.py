@@ -105,7 +105,7 @@ class Store:
                 self._db.close()
                 raise
         self.snapshots = Snapshots(table, self._rows.log, home, self._writing, every)
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._writing, disk.wall_s)
         self.holds = Holds(self._db, home, self._writing, self._epoch)
         self.depot = Depot(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None

@@ -75,7 +75,8 @@ class Summing:
         if self._job.wire.codec == "raw" and not of_site and self._folding.holds(update):
             return update
         with checks.named(update.device):
-            update, given = self._read_as(update, mending.contribution(self._depot, update), base, bounds)
+            given = self._decode(mending.contribution(self._depot, update), base)
+            update = self._authorize(update, given, bounds)
             next_one = self._folding.follows(update.device, rounds.answered, rounds.asked)
             next_one = next_one and (self._exact or not of_site)  # a site's boards have places among the others
             if next_one:
@@ -155,7 +156,8 @@ class Summing:
             given = self._streamed(update)
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
-            update, given = self._read_as(update, given, base, bounds)
+            given = self._decode(given, base)
+            update = self._authorize(update, given, bounds)
             required(self._fold, self._state, given)
         return self._plain(update, given)
 
@@ -300,15 +302,18 @@ class Summing:
             return mending.contribution(self._depot, update)
         return mending.streamed(self._depot, update)
 
-    def _read_as(
-        self, update: Update, given: Contribution, base: Base, bounds: claims.Bounds
-    ) -> tuple[Update, Contribution]:
-        """A device's update, its tensors decoded; a site's, which has decoded them, with the names of its boards."""
-        if passed.of_site(given.bundles):  # types and shapes of its bundles are not kept
-            parts = passed.parts(given)
-            claims.require_boards(update, parts, bounds)
-            return msgspec.structs.replace(update, boards=tuple(part.device for part in parts)), given
-        return update, replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
+    def _decode(self, given: Contribution, base: Base) -> Contribution:
+        if passed.of_site(given.bundles):  # the site has decoded them, and types and shapes of its bundles are not kept
+            return given
+        return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
+
+    def _authorize(self, update: Update, given: Contribution, bounds: claims.Bounds) -> Update:
+        """Return the update with the devices that a site may speak for, or raise UpdateError if it may not."""
+        if not passed.of_site(given.bundles):
+            return update
+        parts = passed.parts(given)
+        claims.require_boards(update, parts, bounds)
+        return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _plain(self, update: Update, given: Contribution) -> Update:
         """The update as it is stored: as the codec has decoded it."""

@@ -275,7 +275,8 @@ class Agent:
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
         size = sum(ref.size for ref in refs)
-        self.local.make_room(size, size_bytes(self.settings.cache), self._needed())
+        idle = not (self.duty.works or self.releases.checks)
+        self.local.make_room(size, size_bytes(self.settings.cache), self._needed(), idle=idle)
         self.local.require_room(size)
         for ref in refs:
             self._transfers.want(self.device, ref)

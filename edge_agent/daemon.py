@@ -57,7 +57,7 @@ def run_agent(settings: AgentSettings) -> None:
         log.info("%s", UNSIGNED)
     cage, home = budget.Cage(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, confine.command(home / "task"), cage, home / "task")
-    checks = ChildWorker(0.0, start.command(home / models.CHECK), cage, home / models.CHECK)
+    checks = ChildWorker(0.0, start.command(home / confine.CHECK), cage, home / confine.CHECK)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
     deployed = models.Models(

@@ -3,7 +3,8 @@
     <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
     <home>/task/out/                  output of the current task
     <home>/task/cache/<job>@<boot>/   files of a job's tasks for later ones; may vanish at any time between tasks
-    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries
+    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries;
+                                      `make_room` drops them and other jobs' caches as it drops blobs
     <home>/scratch/                   outbox entry in the making; removed at every start
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
     <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
@@ -315,21 +316,48 @@ class Local:
                 self._disk.put(self._probe, b"\0")
                 self._disk.unlink(self._probe)
 
-    def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
-        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
+    def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
+        """Drop blobs and caches, the longest unused first, so that `size` more bytes fit the limit and the disk.
 
-        Needed blobs are never dropped; `require_room` reports when that is not enough.
+        Args:
+            size: Bytes that are to come.
+            limit_bytes: Most bytes of blobs and caches.
+            needed: Blobs that are not dropped. `require_room` reports where the rest is not enough.
+            idle: Whether no process of a task or a check runs, whose caches may be dropped only then.
         """
-        unused = self.depot.unused()
+        caches = self._cached(limit_bytes)
+        both: list[tuple[int, str | Path, int]] = [*self.depot.unused(), *caches]
+        unused = sorted(both, key=lambda each: each[0])
         with doing(f"look at {self.home}"):
             free = self.free_bytes()
-        over = max(sum(kept for _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
-        for sha256, kept in unused:
+        over = max(sum(kept for _, _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
+        for _, place, kept in unused:
             if over <= 0:
                 break
-            if len(sha256) == 64 and sha256 not in needed:
-                self.depot.drop(sha256)
-                over -= kept
+            if isinstance(place, Path):
+                if not idle:
+                    continue
+                self._clear(place)
+            elif len(place) == 64 and place not in needed:
+                self.depot.drop(place)
+            else:
+                continue
+            over -= kept
+
+    def _cached(self, limit_bytes: int) -> list[tuple[int, Path, int]]:
+        """(time of last change in ns, place, size) of what tasks and checks have left in their private folders."""
+        found = []
+        for private in (self.task, self.home / confine.CHECK):
+            for folder in (private / name for name in (confine.CACHE, confine.TEMPORARY, confine.LIBRARIES)):
+                with doing(f"look at {folder}"):
+                    names = [each.name for each in self._disk.entries(folder)] if self._disk.is_dir(folder) else []
+                for name in names:
+                    try:
+                        latest_ns, size = self._disk.usage(folder / name)
+                    except OSError:  # nested too deep, or shut: it goes first
+                        latest_ns, size = 0, limit_bytes
+                    found.append((latest_ns, folder / name, size))
+        return found
 
     def free_bytes(self) -> int:
         """Bytes that can still be written to the home's disk."""

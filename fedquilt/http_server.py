@@ -24,6 +24,7 @@ from fedquilt.connections import Connection, Connections
 log = logging.getLogger(__name__)
 
 HEADER_BYTES: Final = 8 * 1024
+PIECE_BYTES: Final = 64 * 1024  # of a body that are read at once
 LINGER_BYTES: Final = 256 << 20  # read and dropped after a refusal, so that the client gets the answer
 POLL_MS: Final = 500  # between checks of deadlines
 SPARE_THREADS: Final = 16  # for connections that were closed and whose threads have not ended yet
@@ -83,8 +84,12 @@ class Exchange:
         self._unread = 0
         return self._line.file
 
-    def read_body(self, most: int) -> bytes:
+    def read_body(self, most: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
         """Read the body.
+
+        Args:
+            most: Largest number of bytes of a body.
+            reserve: Called with the size of each piece that has arrived. A RefusedError ends the reading.
 
         Raises:
             RefusedError: If the request has no Content-Length, or the body more than `most` bytes or too few.
@@ -93,11 +98,15 @@ class Exchange:
             raise RefusedError(411, "a request has to say by Content-Length how many bytes follow")
         if self.size > most:
             raise RefusedError(413, f"{self.size} bytes in one request: at most {most} are read")
-        found = self.open_body().read(self.size)
-        if len(found) < self.size:
+        stream, pieces, missing = self.open_body(), list[bytes](), self.size
+        while missing and (piece := stream.read1(min(missing, PIECE_BYTES))):
+            missing -= len(piece)
+            reserve(len(piece))
+            pieces.append(piece)
+        if missing:
             self.close_after()
-            raise RefusedError(400, f"the request ended after {len(found)} of {self.size} bytes")
-        return found
+            raise RefusedError(400, f"the request ended after {self.size - missing} of {self.size} bytes")
+        return b"".join(pieces)
 
     def answer(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
         """Send an answer.

@@ -20,6 +20,7 @@ from fedquilt.coordinator.rollouts import (
     Offered,
     Passed,
     Plan,
+    Restarted,
     RolledBack,
     Rollout,
     Seen,
@@ -216,6 +217,8 @@ def sentence(state: Rollout, fact: AnyFact) -> str:
             return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"
         case Heard(device, phase=phase, reason=reason):
             return f"{device} {phase}{f': {reason}' if reason else ''}"
+        case Restarted():
+            return "a coordinator goes on with it"
         case Passed(number, silent):
             without = f", without {_boards(len(silent))} that said nothing" if silent else ""
             return f"{_name(state.plan, number)} passed{without}"

@@ -38,7 +38,7 @@ from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import costs, log, waits
+from fedquilt.coordinator.views import costs, log, waits, why
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
@@ -279,6 +279,10 @@ def coordinate(
 
     def observe(job: Shown, fact: AnyFact) -> None:
         console.observe(job, fact)
+        if isinstance(fact, Closed) and not fact.round:
+            warning = why.warn_of_weights(store, job.job, (each for _, _, each in store.facts(job.id)))
+            if warning is not None:
+                console.say(f"{job.id}: {warning}")
         counts.observe(job, fact)
         if site is not None:
             site.observe(job, fact)
@@ -358,11 +362,15 @@ def tell(
                 print(told)
             return
         hold = store.holds.of(id)
-        wait = waits.Wait(str(hold), hold, "lost") if hold else waits.logged(row, state, waits.known(store.home))
+        wait = (
+            waits.Wait(str(hold), hold, "lost")
+            if hold
+            else waits.describe_round_wait(row, state, waits.known(store.home))
+        )
         if waiting.line(wait, time.monotonic()) is not None and wait is not None and not json:
             busy = {} if hold else waits.elsewhere(store, id)
             if not hold:
-                wait = waits.logged(row, state, waits.known(store.home), busy.keys()) or wait
+                wait = waits.describe_round_wait(row, state, waits.known(store.home), busy.keys()) or wait
             taken = None if hold else waits.taken(state, waits.surveyed(state), busy)
             mend = taken or (MORE if wait.kind == "boards" else None)
             _tell(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))

@@ -26,7 +26,8 @@ class Wait(NamedTuple):
 
     text: str  # as a sentence's end
     key: Hashable  # stays the same while only time passes
-    kind: Literal["boards", "lost", "working"]  # more boards; boards that are offline or silent; boards at work
+    # more devices; plug-ins on devices; devices that are offline or silent; devices at work
+    kind: Literal["boards", "plugins", "lost", "working"]
 
 
 def elsewhere(store: Store, run: str) -> dict[str, str]:
@@ -64,7 +65,7 @@ def of(row: Row, store: Store) -> str | None:
     state = replayed(row, store.facts(row.id))
     if state.phase not in ("selecting", "open"):
         return None
-    wait = logged(row, state, known(store.home), elsewhere(store, row.id).keys())
+    wait = describe_round_wait(row, state, known(store.home), elsewhere(store, row.id).keys())
     return None if wait is None else wait.text
 
 
@@ -74,14 +75,16 @@ def known(home: Path) -> dict[str, Board]:
         return {each.device: each for each in store.boards()}
 
 
-def logged(row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()) -> Wait | None:
-    """Return what the running round of a log waits for, or None if all its devices are at work.
+def describe_round_wait(
+    row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()
+) -> Wait | None:
+    """Return what the round of a job's log waits for, or None as `waiting` does.
 
     Args:
-        row: the run.
-        state: of its log, with times in wall-clock seconds.
-        boards: as of `known`.
-        busy: devices that other jobs have.
+        row: The job.
+        state: State of the job's log, with times in wall-clock seconds.
+        boards: The devices of the home by name.
+        busy: Devices that other jobs have leased.
     """
     try:
         engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
@@ -111,9 +114,10 @@ def waiting(
     now: float = 0.0,
     until: float = 0.0,
 ) -> Wait | None:
-    """Return what the running round waits for, or None if all its devices are at work, or nothing runs.
+    """Return what the running round waits for.
 
-    Devices at work are named once another has answered.
+    Return None if no round is selecting or open. Return None as well until the first update arrives, if no selected
+    device is offline, silent or at another job's task.
 
     Args:
         state: of the run.
@@ -128,20 +132,36 @@ def waiting(
         return None
     if state.asked:
         return _unanswered(state, able, busy, board, now, until)
+    lacking = [device for device, code in state.passed.items() if eligibility.key(code) == "plugin"]
+    able = set(able).difference(lacking)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        text = f"{there}, at least {rounds.needed(state)} needed"
-        return Wait(text, text, "boards")
+        least = rounds.needed(state) - len(able)
+        text = f"{there}, at least {rounds.needed(state)} needed{_lacking(state, lacking)}"
+        return Wait(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
     if rounds.all_declined(state):  # the round ends within seconds: nobody could start a device until then
         text = f"other devices: {names(sorted(state.declined))} declined"
         return Wait(f"{text}{_limit(until, now)}", text, "lost")
-    want = rounds.wanted(state, set(able) - state.passed.keys())
-    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {rounds.quorum(state, want)}"
-    return Wait(f"{text}{_limit(until, now)}", text, "boards")
+    want = rounds.wanted(state, able - state.passed.keys())
+    quorum = rounds.quorum(state, want)
+    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
+    kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
+    return Wait(f"{text}{_limit(until, now)}{_lacking(state, lacking)}", text, kind)
+
+
+def _lacking(state: Rounds, devices: Sequence[str]) -> str:
+    """Return which of these devices lack which plug-in, and the fix, as the end of a sentence."""
+    by_code = dict[str, list[str]]()
+    for device in sorted(devices):
+        by_code.setdefault(state.passed[device], []).append(device)
+    return "".join(
+        f"; not {names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.told(code)}"
+        for code, found in sorted(by_code.items())
+    )
 
 
 def _unanswered(

@@ -34,7 +34,7 @@ from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.edge_agent.releases.hook import Hook
-from fedquilt.edge_agent.releases.judging import judged, worse
+from fedquilt.edge_agent.releases.judging import judged, undecided, worse
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
@@ -47,7 +47,6 @@ from fedquilt.wire import Release
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
-CHECK: Final = "check"  # folder in the agent's home
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
 METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
@@ -58,6 +57,8 @@ FAILED_SHARE: Final = (
 )
 TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
 QUIET_S: Final = 30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
+LABELS_S: Final = 60.0  # without another label, after which the labels so far decide on a model that soaks
+LABELS_MOST_S: Final = 900.0  # after the exchange, likewise
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
@@ -105,7 +106,7 @@ class Models(Kind):
         self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
-        self._out = Path(settings.home).absolute() / CHECK / confine.OUT
+        self._out = Path(settings.home).absolute() / confine.CHECK / confine.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[Release, float] | None = None  # the release under check, and the check's time limit
@@ -117,6 +118,7 @@ class Models(Kind):
         self._before: Served | None = None  # the runner's last report on the model before; not kept over restarts
         self._min_gain: float | None = None  # limit of the release in use
         self._exchanged_s = clock()
+        self._labelled = (0, self._exchanged_s)  # labels of the model in use, and when their number has changed
         self._there = False  # whether a runner was there at the exchange
 
     # -- what is in use --
@@ -350,13 +352,14 @@ class Models(Kind):
     def _exchanged(self) -> None:
         """Run the owner's hook, and watch the runner from now on."""
         self._first, self._exchanged_s = None, self._clock()
+        self._labelled = (0, self._exchanged_s)
         self._there = self.runner.look() is not None and self.runner.quiet_s <= QUIET_S
         environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
         self._hook.start(environment)
 
     def settled(self) -> bool:
         """See `Kind`."""
-        return not self._hook.runs and self._runner_follows()
+        return not self._hook.runs and self._runner_follows() and not self._awaits_labels()
 
     def _runner_follows(self) -> bool:
         """Whether a runner, if any, has taken the model up and still writes; `ill` ends the wait for both."""
@@ -366,6 +369,17 @@ class Models(Kind):
         if told.model != now:
             return self._clock() > self._exchanged_s + TAKEN_UP_S
         return self.runner.quiet_s <= QUIET_S
+
+    def _awaits_labels(self) -> bool:
+        """Return whether labels arrive that may yet show that the model in use misses its limit."""
+        told, now_s = self.runner.look(), self._clock()
+        if told is None or told.model != self._answers():
+            return False
+        if told.labelled != self._labelled[0]:
+            self._labelled = (told.labelled, now_s)
+        if now_s > min(self._labelled[1] + LABELS_S, self._exchanged_s + LABELS_MOST_S):
+            return False
+        return undecided(self._min_gain, self._before, told)
 
     def ill(self) -> str:
         """See `Kind`."""

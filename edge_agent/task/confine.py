@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
 OUT, CACHE, TEMPORARY, LIBRARIES = "out", "cache", "tmp", "libraries"  # private folders of a task's process
+CHECK = "check"  # folder in the agent's home with the private folders of a check's process
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
 VERSION_FLAG, PATH_BENEATH = 1, 1
 LEAST_LANDLOCK: Final = 2  # the first that lets files be renamed from one permitted folder to another

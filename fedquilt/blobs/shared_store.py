@@ -112,9 +112,10 @@ class Lodger(Depot):
         if self._made:
             super().keep(only)
 
-    def unused(self) -> list[tuple[str, int]]:
-        """Names and sizes of all blobs, the longest unused first."""
-        return [*(super().unused() if self._made else ()), *((ref.sha256, ref.size) for ref in self._here.values())]
+    def unused(self) -> list[tuple[int, str, int]]:
+        """See `Depot`. Blobs in memory have no time, only an order."""
+        here = ((order, ref.sha256, ref.size) for order, ref in enumerate(self._here.values()))
+        return [*(super().unused() if self._made else ()), *here]
 
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""

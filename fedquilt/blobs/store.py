@@ -380,11 +380,10 @@ class Depot:
                         self._verified.forget(found.name)
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
-    def unused(self) -> list[tuple[str, int]]:
-        """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""
+    def unused(self) -> list[tuple[int, str, int]]:
+        """(time of use in ns, sha256, size) of every file of a blob, parts and temporary ones too, oldest first."""
         with self._doing("list blobs"):
-            found = sorted((each.mtime_ns, each.name, each.size) for each in self._entries())
-        return [(name.partition(".")[0], size) for _, name, size in found]
+            return sorted((each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._entries())
 
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""

@@ -11,6 +11,7 @@ from fedquilt.coordinator.rolling import ASK_S, SETTLE_S
 from fedquilt.coordinator.rollouts import Begun, Done, Offered, Passed
 from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core.messages import UPGRADES
+from fedquilt.disk import Private
 
 
 def told(ground: Ground, *kinds: type) -> list[Any]:
@@ -251,6 +252,26 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
     board.come()
     ground.play(10.0)
     assert told(ground, Passed)[0] == Passed(0, (first[1],))
+
+
+def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
+    """Each coordinator lives for 20 s, a third of the patience. The step passes without the board all the same."""
+    ground.disk = Private()
+    ground.disk.wall_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
+    ground.restart()
+    boards = ground.fleet(2)
+    id = ground.deploy(canary=0.9, phases=(1.0,), patience_s=60.0)
+    while not ground.state(id).offered:
+        ground.play(0.1)
+    (quiet,) = (board for board in boards if board.name not in ground.state(id).offered)
+    quiet.take = lambda release: None  # type: ignore[method-assign]
+    ground.play(10.0)
+    assert quiet.name in ground.state(id).offered
+    for _ in range(6):
+        ground.restart()
+        ground.play(20.0)
+    assert told(ground, Passed) == [Passed(0), Passed(1, (quiet.name,))]
+    assert ground.state(id).status == "done"
 
 
 def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground) -> None:

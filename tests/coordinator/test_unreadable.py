@@ -327,8 +327,24 @@ def test_failures_of_different_days_do_not_add_up() -> None:
     waiting, day_s = unreadable.Waiting(), 86_400.0
     assert all(waiting.failed("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
     again = 3 * day_s * unreadable.TRIES
-    tried = [waiting.failed("job", "a state", again + number) for number in range(unreadable.TRIES)]
+    tried = [
+        waiting.failed("job", "a state", again + number * unreadable.AGAIN_S) for number in range(unreadable.TRIES)
+    ]
     assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
+
+
+@pytest.mark.parametrize(("lives", "life_s", "status"), [(7, 12.0, "failed"), (7, 1.0, "running")])
+def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_not_faster_than_30_s_each(
+    tmp_path: Path, lives: int, life_s: float, status: str
+) -> None:
+    stage = Stage(tmp_path, rounds=2)
+    stage.disk = Bad(second_round(stage))
+    stage.disk.wall_s = lambda: 1e9 + stage.broker.now_s  # type: ignore[method-assign]
+    for _ in range(lives):
+        stage.restart()
+        stage.play(life_s)
+    assert stage.store.status(stage.job) == status
+    stage.store.close()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])

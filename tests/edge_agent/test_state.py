@@ -281,6 +281,44 @@ def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: P
     assert [local.depot.has(ref) for ref in refs] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("idle", "left"), [(True, [False, True, False, True]), (False, [True, True, True, False])])
+def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: bool, left: list[bool]) -> None:
+    """Three caches and a blob of 1 MB each, 3.6 MB are the most and 1 MB is to come: the two longest unused go.
+
+    While a task runs, its caches stay, whatever their age.
+    """
+    local = Local(tmp_path)
+    outside = tmp_path.with_name("outside")
+    outside.write_bytes(bytes(10**7))
+    blob = tmp_path / "blobs" / local.depot.put(bytes(10**6)).sha256
+    places = [tmp_path / "task/libraries/nv", tmp_path / "task/cache/j@b", tmp_path / "check/tmp/leftover", blob]
+    for age, place in zip((1000, 3000, 2000, 4000), places, strict=True):
+        if place != blob:
+            (place / "inner").mkdir(parents=True)
+            (place / "inner/file").write_bytes(bytes(10**6))
+            (place / "link").symlink_to(outside)
+        for each in (*place.rglob("*"), place):
+            os.utime(each, (age, age), follow_symlinks=False)
+    local.make_room(10**6, 3_600_000, needed=(), idle=idle)
+    assert [place.exists() for place in places] == left
+    assert outside.stat().st_size == 10**7
+
+
+def test_folders_nested_too_deep_to_be_measured_go_first(tmp_path: Path) -> None:
+    local = Local(tmp_path)
+    ref = local.depot.put(bytes(1000))
+    (tmp_path / "task/libraries/deep").mkdir(parents=True)
+    inner = os.open(tmp_path / "task/libraries/deep", os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=inner)
+        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(inner)
+    local.make_room(1000, 10**6, needed=(), idle=True)
+    assert not (tmp_path / "task/libraries/deep").exists()
+    assert local.depot.has(ref)
+
+
 def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

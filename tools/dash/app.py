@@ -25,7 +25,7 @@ from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.dash import guard, pages, rollouts
 from fedquilt.tools.dash.guard import Door
 from fedquilt.tools.dash.reports import Reports
-from fedquilt.tools.dash.watch import MissingRunError, TooManyError, Watch
+from fedquilt.tools.dash.watch import MissingRunError, Watch
 
 log = logging.getLogger("fedquilt.dash")
 
@@ -114,12 +114,8 @@ class Dash:
         return answer
 
     async def _events(self, request: Request) -> Response:
-        news = self._watch.news()
-        first = await anext(news)  # raises where too many watch
-
         async def told() -> AsyncIterator[bytes]:
-            async with aclosing(news):
-                yield _event(first)
+            async with aclosing(self._watch.news()) as news:
                 async for changes in news:
                     yield _event(changes)
 
@@ -236,7 +232,7 @@ async def _http(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: FedquiltError) -> Response:
-    status = 503 if isinstance(error, TooManyError) else 409
+    status = 409
     if isinstance(error, MissingRunError | pages.MissingBoardError):
         status = 404
     elif isinstance(error, StoreError):

@@ -178,7 +178,8 @@ class Follower:
             "answered": len(state.answered),
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": counts(parts, running=True),
-            "waits": hold or (wait.text if (wait := waits.logged(self.row, state, boards)) is not None else None),
+            "waits": hold
+            or (wait.text if (wait := waits.describe_round_wait(self.row, state, boards)) is not None else None),
         }
 
     def of_device(self, device: str) -> list[dict[str, Any]]:

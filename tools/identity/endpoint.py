@@ -61,7 +61,7 @@ class Endpoint:
             self._http = HttpServer(
                 host,
                 port,
-                self._serve,
+                self._route_request,
                 connections=Connections(LIMITS, request_s=REQUEST_S) if connections is None else connections,
                 context=self._current_context,
                 error_body=lambda sentence: ("application/json", msgspec.json.encode(Answer(reason=sentence))),
@@ -100,7 +100,7 @@ class Endpoint:
 
     # -- requests --
 
-    def _serve(self, exchange: Exchange) -> None:
+    def _route_request(self, exchange: Exchange) -> None:
         authority = self._desk.authority
         match exchange.method, exchange.path:
             case "POST", enrolment.ENROL | enrolment.RENEW:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from fedquilt.tools.runner.service import BODY_MOST, Service, UnknownAnswerError
 log = logging.getLogger("fedquilt.runner")
 
 BODIES_MOST: Final = 64 << 20  # bytes of all requests that are being read or wait
+BODIES_SHARE: Final = BODIES_MOST // 2  # bytes of them that one address may have
 SMALL_MOST: Final = 4096  # bytes of a label
 LIMITS: Final = Limits(connections=64, per_address=64)  # on loopback, all clients have one address
 
@@ -58,7 +60,8 @@ class Server:
         connections: Connections | None = None,
     ) -> None:
         self._service, self._anywhere = service, anywhere
-        self.busy = self._bytes = 0  # requests that are being answered; bytes of their bodies
+        self.busy = 0  # requests that are being answered
+        self._bytes = Counter[str]()  # address -> bytes of its bodies that have arrived
         self._lock = threading.Lock()
         limits = Limits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
         connections = Connections(limits) if connections is None else connections
@@ -93,21 +96,32 @@ class Server:
                 self.busy -= 1
 
     @contextmanager
-    def room(self, size: int) -> Iterator[None]:
-        """Hold bytes of BODIES_MOST.
+    def body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves memory for bytes which have arrived, until the end of the block.
+
+        Args:
+            address: Address of the client as `Connection` has it.
 
         Raises:
-            RefusedError: too many are held.
+            RefusedError: If the address has more than BODIES_SHARE bytes, or all addresses more than BODIES_MOST.
         """
-        with self._lock:
-            if self._bytes + size > BODIES_MOST:
-                raise RefusedError(503, "too many requests wait: try again")
-            self._bytes += size
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            with self._lock:
+                if self._bytes[address] + size > BODIES_SHARE or self._bytes.total() + size > BODIES_MOST:
+                    raise RefusedError(503, "too many requests wait: try again")
+                self._bytes[address] += size
+                reserved += size
+
         try:
-            yield
+            yield reserve
         finally:
             with self._lock:
-                self._bytes -= size
+                self._bytes[address] -= reserved
+                if not self._bytes[address]:
+                    del self._bytes[address]
 
     # -- requests --
 
@@ -133,8 +147,8 @@ class Server:
         self._require_guest(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/classify":
-                with self.room(min(exchange.size, BODY_MOST)):
-                    return self._service.asked(exchange.read_body(BODY_MOST))
+                with self.body_memory(exchange.connection.address) as reserve:
+                    return self._service.asked(exchange.read_body(BODY_MOST, reserve))
             case "POST", "/v1/label":
                 try:
                     label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_Label)

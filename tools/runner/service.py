@@ -100,15 +100,15 @@ class Service:
         with self._counting():
             if data.startswith(ZIP):
                 labels = len(self._models.now.network.labels)
-                return self._answers_to(classifier.examples(classifier.arrays(data, BODY_MOST), labels))
+                return self._classify_examples(classifier.examples(classifier.arrays(data, BODY_MOST), labels))
             if data.startswith(NPY):
                 one = classifier.array(data)[None]
                 return self._answers(lambda loaded: one)[0].told()
             if self._models.now.network.of_table:
-                return self._answers_to(self._models.now.network.uploaded_rows(data))
+                return self._classify_examples(self._models.now.network.uploaded_rows(data))
             return self._answers(lambda loaded: loaded.network.example(data)[None])[0].told()
 
-    def _answers_to(self, held: classifier.Examples) -> dict[str, Any]:
+    def _classify_examples(self, held: classifier.Examples) -> dict[str, Any]:
         found = self._answers(lambda loaded: held.x)
         for answer, truth in zip(found, () if held.y is None else held.y.tolist(), strict=held.y is not None):
             self.label(answer.id, truth)

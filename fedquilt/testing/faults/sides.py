@@ -455,7 +455,7 @@ class AgentSide(Side):
 
     def _require_kept(self, route: wire.Route, payload: bytes) -> None:
         if route.kind is Update:
-            self._require_offer(wire.decode(payload, Update))
+            self._require_synced_update(wire.decode(payload, Update))
         elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:
             known = known_rounds(self.platter.root, self._durable).get(claim.job, -1)
             if claim.counted > known:
@@ -463,7 +463,7 @@ class AgentSide(Side):
                     f"{self.name} reports round {claim.counted} of {claim.job} as counted before it is synced"
                 )
 
-    def _require_offer(self, update: Update) -> None:
+    def _require_synced_update(self, update: Update) -> None:
         """Raise BrokenError unless an update that is offered is synced, or its answer is, which could not be noted."""
         if update.round <= known_rounds(self.platter.root, self._durable).get(update.job, -1):
             return

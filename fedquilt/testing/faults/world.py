@@ -164,7 +164,7 @@ class World:
         self._began_ns = time.time_ns()
         self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
         self.coordinator.observe, self.coordinator.load = self._seen, self._watched
-        self.coordinator.acknowledge, self.coordinator.begin = self._acknowledged, self._begun
+        self.coordinator.acknowledge, self.coordinator.begin = self._acknowledged, self._extend_attempt_limits
         slack_s = SLACK_S + 4 * plan.devices * max(plan.beside_s, 0.0)
         self._attempts = {id: Attempts(plan.deadline_s, slack_s) for id in self.truths}
         # updates that come in turn put a deadline off by their wait, which takes long where devices refuse to send
@@ -305,7 +305,7 @@ class World:
             raise BrokenError(f"{id}: {wrong}")
         self._observe(id, fact)
 
-    def _begun(self) -> None:
+    def _extend_attempt_limits(self) -> None:
         """Note that the coordinator starts."""
         for each in self._attempts.values():
             each.coordinator_starts(self.broker.now_s, self.broker.now_s - self._last_s)

@@ -23,6 +23,7 @@ from fedquilt.coordinator.facts import (
     Reopened,
     Rounds,
     Started,
+    Surveyed,
     apply,
 )
 from fedquilt.coordinator.plan import Plan
@@ -124,6 +125,23 @@ def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -
     wait = waits.waiting(state, ["torch", "numpy"], ["a"])
     assert wait is not None
     assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
+
+
+def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more() -> None:
+    """Two of three online devices lack the package or have another content of it, and two are needed."""
+    codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
+    state = apply(begun(Cohort(size=2, min_devices=2)), Surveyed(0, ("a",), codes), 1.0)
+    for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
+        wait = waits.waiting(state, ["torch"], online)
+        assert wait is not None
+        assert wait.kind == "plugins"
+        assert wait.text == (
+            "devices that run torch: 1 online, at least 2 needed; not b, which has no package mine-fl, of which the "
+            "job needs 1.0 aaaa: install it there, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
+            "bbbb, and the job needs 1.0 aaaa: install the same content there"
+        )
+    few = apply(begun(Cohort(size=4, min_devices=4)), Surveyed(0, ("a",), codes), 1.0)
+    assert waits.waiting(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:

@@ -238,7 +238,7 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
         follower.add(seq, at, fact)
     shown = follower.running(None, waits.known(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
-    found = waits.logged(row, follower.state, waits.known(stage.store.home))
+    found = waits.describe_round_wait(row, follower.state, waits.known(stage.store.home))
     assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)

@@ -199,7 +199,9 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
     lodger.touch(small.sha256)
     names = {path.name for path in (tmp_path / "shared").iterdir()}
     assert names == {each.sha256 for each in (large, small, other)}
-    assert lodger.unused() == [(each.sha256, each.size) for each in (large, other, small)]
+    assert [(sha256, size) for _, sha256, size in lodger.unused()] == [
+        (each.sha256, each.size) for each in (large, other, small)
+    ]
     lodger.keep({small.sha256})
     assert [lodger.has(each) for each in (large, other, small)] == [False, False, True]
     assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).unused() == []
