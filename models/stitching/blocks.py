@@ -224,7 +224,13 @@ def _block(
         where.shape_of(node)[1:][:: -1 if turned else 1]
         for node, turned in zip((nodes[0], nodes[-1]), last, strict=True)
     )
-    flops = registry.cost(module, in_shape).flops
+    try:
+        flops = registry.cost(module, in_shape).flops
+    except Exception as error:  # whatever a user's forward() raises on one example, after the two of the trace
+        raise ModelError(
+            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {_line(error)}; its forward() may not "
+            "state a batch size: write x.shape[0] or -1 there"
+        ) from None
     return Block(donor, index, kind, module, in_shape, out_shape, flops)
 
 
