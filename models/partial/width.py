@@ -81,24 +81,6 @@ def cut(model: Tensors, at: Places) -> dict[str, np.ndarray]:
     }
 
 
-def lighter(model: Tensors, part: Tensors) -> tuple[float, float]:
-    """A part's share of the forward pass's arithmetic and of its activations, estimated from weights' shapes.
-
-    A layer of C channels is taken to work on pictures of 1/C^2 the size, as where channels double when pictures
-    halve. Beside convolutions linear layers do not count.
-    """
-    deep = any(array.ndim > 2 for array in model.values())
-    wide = [name for name, array in model.items() if array.ndim > (2 if deep else 1)]
-    size = {name: 1 / len(model[name]) ** 2 if deep else 1.0 for name in wide}
-
-    def weigh(some: Tensors) -> tuple[float, float]:
-        mine = [name for name in wide if name in some]
-        return sum(some[name].size * size[name] for name in mine), sum(len(some[name]) * size[name] for name in mine)
-
-    (flops, rows), (all_flops, all_rows) = weigh(part), weigh(model)
-    return (flops / all_flops, rows / all_rows) if all_flops else (1.0, 1.0)
-
-
 # -- back again -----------------------------------------------------------------------------------
 
 

@@ -174,9 +174,9 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
         parts["masks"] = tensors.encode({"json": masks.to_array(trace.plan(model))})
     trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
-    whole = footprint.coupled(model.state_dict())
-    each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
     register = tensor_register.trace(model, registry.input_shape(network))
+    whole = register.is_coupled(state)
+    each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
     facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "register": register}
     facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
