@@ -76,9 +76,13 @@ class Register(msgspec.Struct, frozen=True):
         """Return the paths of the convolutions with a tensor among these."""
         return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
 
+    def weights(self) -> dict[str, str]:
+        """Return module -> its weight, of the modules that have one of their own."""
+        return {entry.module: entry.name for entry in self.tensors if entry.leaf == "weight"}
+
     def linears(self) -> set[str]:
         """Return the paths of the linear layers with weights of their own."""
-        return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+        return {entry.module for entry in self.tensors if entry.type == "Linear"} & self.weights().keys()
 
     def running_means(self) -> dict[str, str]:
         """Return running variance -> running mean of each batch normalisation."""

@@ -84,11 +84,11 @@ class _Reader:
         beside: dict[str, int] = {}
         follows = {}
         for name, value in self.held.items():
-            path, _, leaf = name.rpartition(".")
+            path = name.rpartition(".")[0]
             if path not in self.layers or not value.ndim:
                 continue
             layer = self.layers[path]
-            out, into = self._kept(layer.out, free), self._kept(layer.into if leaf == "weight" else (), free)
+            out, into = self._kept(layer.out, free), self._kept(layer.into if self._weighs(path, name) else (), free)
             if out or into:
                 beside |= {each: self.widths[each] for each in (*out, *into) if each not in free}
                 across = sum(self.widths[each] for each in into)
@@ -164,8 +164,11 @@ class _Reader:
                 self._pin((*each.out, *each.into) if each else None)
             return
         self._tie(one.out, other.out)
-        if name.rpartition(".")[2] == "weight":
+        if self._weighs(name.rpartition(".")[0], name):
             self._tie(one.into or None, other.into or None)
+
+    def _weighs(self, path: str, name: str) -> bool:
+        return getattr(self.modules[path], "weight", None) is self.held[name]
 
     def _scaled(self, node: fx.Node) -> fx.Node | None:
         """Return what is multiplied by one number for all neurons, or None if that is not what the product does."""
