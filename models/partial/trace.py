@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fedquilt.core import ModelError
-from fedquilt.models.networks import tensor_register
+from fedquilt.models.networks import symbolic, tensor_register
 from fedquilt.models.partial.masks import Follow, Plan
 
 # what keeps neurons apart, and is 0 for one that is 0 everywhere
@@ -43,11 +42,7 @@ def plan(model: nn.Module) -> Plan:
     Raises:
         ModelError: its forward pass cannot be traced.
     """
-    try:
-        graph = fx.Tracer().trace(model)
-    except Exception as error:  # whatever the network's own code makes of a proxy
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"the network's forward pass cannot be traced ({reason}): it cannot be masked") from None
+    graph = symbolic.trace(model, "the network", "take a method that trains it whole").graph
     return _Reader(dict(model.named_modules()), tensor_register.own(model), tensor_register.names(model)).read(graph)
 
 

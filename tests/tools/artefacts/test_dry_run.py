@@ -137,3 +137,27 @@ def test_a_block_that_does_not_fit_its_donor_is_refused_by_name(
     blocks = {name: {**table, **changed.get(name, {})} for name, table in made.meta["blocks"].items()}
     with pytest.raises(ModelError, match=message):
         rehearse(prepared, {}, replace(made, meta={**made.meta, "blocks": blocks}))
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fjord", "fedpews", "fedlps", "fedsq"])
+def test_a_method_that_needs_a_trace_names_the_module_that_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The gate branches on values in line 8 of its file."""
+    (tmp_path / "gated_net.py").write_text(
+        "from torch import nn\n"
+        "class Gate(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = nn.Linear(6, 6)\n"
+        "    def forward(self, x):\n"
+        "        y = self.inner(x)\n"
+        "        return y if y.sum() > 0 else x\n"
+        "def net(inputs=6, classes=3):\n"
+        "    return nn.Sequential(nn.Linear(6, 6), Gate(), nn.Linear(6, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    model = {"name": "gated_net:net", "inputs": 6, "classes": 3}
+    table = {"name": "s", "method": method, "model": model, "params": {"encoder": 0.0} if method == "fedlps" else {}}
+    with pytest.raises(ModelError, match=r"module '1' \(Gate, gated_net.py, line 8\) stops torch.fx: .*rewrite"):
+        whole(settings.parse(table), tmp_path / "out")
