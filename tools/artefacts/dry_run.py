@@ -100,7 +100,8 @@ def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engi
         "check": {"every": 0 if method.check is None else 1},
         "fleet": {"devices": count, "budgets": list(budgets)},
     }
-    with _refusals(f"{job.method} cannot train the network {network.get('name')!r}", "change the network") as seen:
+    what = f"{job.method} cannot train the network {network.get('name')!r}"
+    with _one_thread(engine), _refusals(what, "change the network") as seen:
         members = [Member(f"dry-{number}", held, held) for number in range(count)]
         last = _played(job, table, folder, members, _watched(method, seen), engine)
         _reload(method, last, network, held, engine)
@@ -139,6 +140,22 @@ def _played(
 
 
 @contextlib.contextmanager
+def _one_thread(engine: Any) -> Iterator[None]:
+    """Let torch use one thread: on a busy machine threads that wait for each other take ten times as long."""
+    if engine.name != "torch":
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def _refusals(what: str, fix: str) -> Iterator[list[BaseException]]:
     """Raise a ModelError for any error, with the reason of the first error that the method's parts raised."""
     seen: list[BaseException] = []
@@ -157,7 +174,7 @@ def _engine(job: Job, method: Method) -> Any:
         if "onnx" in method.engines:
             from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
-            return OnnxEngine(DONORS_BYTES, base_bytes=0)
+            return OnnxEngine(DONORS_BYTES, base_bytes=0, threads=1)
         if "torch" in method.engines and job.engine != "numpy":
             from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 

@@ -161,3 +161,24 @@ def test_a_method_that_needs_a_trace_names_the_module_that_stops_it(
     table = {"name": "s", "method": method, "model": model, "params": {"encoder": 0.0} if method == "fedlps" else {}}
     with pytest.raises(ModelError, match=r"module '1' \(Gate, gated_net.py, line 8\) stops torch.fx: .*rewrite"):
         whole(settings.parse(table), tmp_path / "out")
+
+
+def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine two threads took ten times as long."""
+    before, seen = torch.get_num_threads(), set()
+    played = dry_run._played
+
+    def noted(*given: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return played(*given)
+
+    monkeypatch.setattr(dry_run, "_played", noted)
+    torch.set_num_threads(2)
+    try:
+        model = {**RESIDUAL, "input": {"channels": 1, "size": 8}}
+        whole(settings.parse({"name": "s", "method": "fedavg", "model": model}), tmp_path)
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
