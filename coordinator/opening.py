@@ -10,6 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
+from fedquilt import compression
 from fedquilt.coordinator import facts, mending, shown, sites, unreadable
 from fedquilt.coordinator.holds import Hold
 from fedquilt.coordinator.job import Running
@@ -72,8 +75,10 @@ class Opening:
         self._opened([(row, outcome(self.jobs[row.id].opening())) for row in found], now_s)
 
     def _running(self, row: Row, now_s: float) -> Running:
-        files = mending.bundle_of(row.id, row.bundle, self._desk.store.depot).files
-        method = self._around(self._load(row.job.method), row.job, files)
+        made = mending.bundle_of(row.id, row.bundle, self._desk.store.depot)
+        wire = compression.sparing(row.job.wire, made.meta)
+        row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
+        method = self._around(self._load(row.job.method), row.job, made.files)
         by_wall = self._by_wall and row.id not in self._served
         return Running(row, self._desk.store, now_s, method, self._desk.worker.large_bytes, by_wall=by_wall)
 

@@ -59,6 +59,37 @@ class Register(msgspec.Struct, frozen=True):
         named = {alias: name for name in model if (entry := self.entry(name)) for alias in entry.aliases}
         return {**model, **{alias: model[name] for alias, name in named.items()}}
 
+    def is_coupled(self, model: Collection[str], moved: Collection[str] | None = None) -> bool:
+        """Return whether trained batch normalisation couples the examples of a mini-batch.
+
+        Args:
+            model: Names of the tensors that there are.
+            moved: Names of the trained tensors, or None for all. Batch normalisation without trained tensors is frozen.
+        """
+        norms = [entry for entry in self.tensors if entry.type in BATCH_NORMS and entry.name in model]
+        if moved is None:
+            return bool(norms)
+        learned = {entry.module for entry in norms if entry.kind == "parameter"}
+        return any(entry.name in moved or entry.module not in learned for entry in norms)
+
+    def convolutions(self, model: Collection[str]) -> set[str]:
+        """Return the paths of the convolutions with a tensor among these."""
+        return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
+
+    def weights(self) -> dict[str, str]:
+        """Return module -> its weight, of the modules that have one of their own."""
+        return {entry.module: entry.name for entry in self.tensors if entry.leaf == "weight"}
+
+    def linears(self) -> set[str]:
+        """Return the paths of the linear layers with weights of their own."""
+        return {entry.module for entry in self.tensors if entry.type == "Linear"} & self.weights().keys()
+
+    def running_means(self) -> dict[str, str]:
+        """Return running variance -> running mean of each batch normalisation."""
+        norms = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
+        pairs = {f"{entry.module}.running_var": f"{entry.module}.running_mean" for entry in self.tensors}
+        return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norms}
+
     def running(self, name: str) -> bool:
         """Return whether a tensor is a running statistic: a buffer of numbers that the forward pass changes."""
         entry = self.entry(name)
@@ -78,7 +109,7 @@ class Register(msgspec.Struct, frozen=True):
         Raises:
             ModelError: The layer called last shares its weights with another layer.
         """
-        linear = {entry.module for entry in self.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+        linear = self.linears()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
         last = self.ordered([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
         if not last or last[0] in linear:

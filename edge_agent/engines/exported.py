@@ -107,6 +107,16 @@ def require_shape(made: np.ndarray, wanted: Shape) -> None:
         raise DataError(f"the network takes inputs of shape {shape}, and the data here are of shape {given}")
 
 
+def require_scores(scores: np.ndarray) -> None:
+    """Check that each example has a largest score. A label that never wins scores -inf.
+
+    Raises:
+        ModelError: If a score is NaN or infinite, or all scores of an example are -inf.
+    """
+    if np.isnan(scores).any() or not np.isfinite(scores.max(axis=1, initial=-np.inf)).all():
+        raise ModelError("the network answers with numbers that are not finite: export it anew, or check its weights")
+
+
 def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:
     if name not in facts:
         return None

@@ -53,11 +53,11 @@ def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
         ModelError: not a network of this engine.
     """
     rng = tensors.rng("mlp", seed)
-    made, bound = {}, 0.0
-    for name, shape in network_of(network).shapes.items():
-        if name.endswith("weight"):
-            bound = 1 / math.sqrt(shape[1])
-        made[name] = rng.uniform(-bound, bound, shape).astype(np.float32)
+    made, shapes = {}, iter(network_of(network).shapes.items())
+    for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
+        bound = 1 / math.sqrt(shape[1])
+        made[weight] = rng.uniform(-bound, bound, shape).astype(np.float32)
+        made[bias] = rng.uniform(-bound, bound, size).astype(np.float32)
     return made
 
 

@@ -213,8 +213,9 @@ class TorchEngine:
 
     def _layout(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         """Layout of the network's convolutions and pictures: the one that is faster and takes no more memory."""
-        small = all(value.numel() < WIDE for value in model.parameters() if value.ndim == 4)
-        plain = all(each.groups == 1 for each in model.modules() if isinstance(each, nn.Conv2d))
+        pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
+        small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None: not in this part
+        plain = all(each.groups == 1 for each in pictured)
         last = half is not None or (self._device.type == "cpu" and small and plain)
         return torch.channels_last if last else torch.contiguous_format
 

@@ -79,8 +79,7 @@ class Loaded(NamedTuple):
                 f"it answers with an array of shape {found.shape[1:]} to each example, not with scores of classes: "
                 "deploy a network whose output has the axes (examples, classes)"
             )
-        if not np.isfinite(found).all():
-            raise ModelError("it answers with numbers that are not finite")
+        exported.require_scores(found)
         return found
 
 

@@ -132,6 +132,7 @@ class Encoding(Wired, frozen=True):
 
     codec: Name = "raw"  # one of CODECS; a device that lacks it is not asked
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is sent
+    unchanged: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()  # tensors that no codec rounds, by name
 
 
 class Task(Wired, frozen=True):

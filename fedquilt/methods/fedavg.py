@@ -151,16 +151,16 @@ def order(
     size = tensors.total_bytes([state.model])
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
-    convolutions = footprint.convolutions(array.shape for array in tensors.shapes(state.model).values())
+    convolutions = state.register.convolutions(state.model)
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
-    fixed = footprint.fixed_bytes(size, convolutions, moving, copies=footprint.COPIES + anchors, library=library)
+    fixed = footprint.fixed_bytes(size, len(convolutions), moving, copies=footprint.COPIES + anchors, library=library)
     peak_bytes = fixed + at_once(state, moved) * state.example_bytes
     costs, names = state.costs(), state.model if moved is None else moved
     each = layer_costs.Pass().plus(layer_costs.training(costs, names), trainings)
     each = each.plus(layer_costs.forward(costs), looks)
     steps = {name: round(trainings * count) for name, count in layer_costs.learned(state.model, names).items()}
     work = layer_costs.work(each, state.params, steps, size)
-    kind = layer_costs.kind(costs, state.model)
+    kind = layer_costs.kind(costs, convolutions)
     return Order(
         {**state.params, "network": tensor_register.plain(state.network)},
         bundles,
@@ -171,7 +171,7 @@ def order(
 
 def look(state: State) -> Work:
     """Cost of running the network once over as many examples as a device trains on."""
-    kind = layer_costs.kind(state.costs(), state.model)
+    kind = layer_costs.kind(state.costs(), state.register.convolutions(state.model))
     found = layer_costs.looked(layer_costs.forward(state.costs()), tensors.total_bytes([state.model]))
     return msgspec.structs.replace(found, workload=kind)
 
@@ -184,7 +184,7 @@ def at_once(state: State, moved: Tensors | None = None) -> int:
         moved: as for `order`.
     """
     names = None if moved is None else moved.keys()
-    return int(state.params.get("batch", 1)) if footprint.coupled(state.model.keys(), names) else 1
+    return int(state.params.get("batch", 1)) if state.register.is_coupled(state.model, names) else 1
 
 
 FIT = tuple(each.name for each in fields(Fit))

@@ -127,12 +127,12 @@ def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
-        _, activations = by_width.lighter(model, own)
+        _, activations = layer_costs.share(state.costs(), model, own)
         before |= own
         part = state.of({**before, **head})
         part = replace(
             part,
-            flops=state.flops * by_width.lighter(model, before)[0],
+            flops=state.flops * layer_costs.share(state.costs(), model, before)[0],
             layers=layer_costs.cut(state.layers, state.model, part.model),
         )
         works.append(fedavg.order(part, {}, moved={**own, **head}).work)

@@ -110,13 +110,10 @@ def init(bundle: Bundle, params: Warmup, seed: int) -> State:
     begun = fedavg.init(bundle, params, seed)
     plan = Plan({}, {}, {})
     if params.warmup:
-        if "masks" not in bundle.files:
-            raise ModelError(
-                "the bundle has no plan of the network's masks: run `fedquilt prepare` anew. If there is none still, "
-                "torch.fx cannot trace the network: set warmup = 0, or take another one"
-            )
-        plan = masks.from_array(bundle.load("masks")["json"])
-        masks.require(plan, begun.model)
+        try:
+            plan = masks.of_bundle(bundle)
+        except ModelError as error:
+            raise ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
         if not plan.neurons:
             why = masks.why_whole(plan) or "it has no hidden layer"
             raise ModelError(f"masks can leave out no hidden neuron of this network: set warmup = 0; {why}")

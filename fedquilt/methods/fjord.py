@@ -64,8 +64,8 @@ class Ordered:
             if isinstance(each, _BatchNorm):
                 each.register_forward_pre_hook(self._aside(each.momentum))
         for name, follow in self._plan.follows.items():
-            path, _, leaf = name.rpartition(".")
-            if leaf == "weight" and follow.into:
+            path = name.rpartition(".")[0]
+            if follow.into:  # of weights alone
                 for each in {each for _, each in tensor_register.sharers(module, path)}:
                     each.register_forward_pre_hook(self._hook(follow.into, follow.repeat))
         return module

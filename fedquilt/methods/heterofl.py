@@ -106,13 +106,7 @@ def plan_of(bundle: Bundle) -> Plan:
     Raises:
         ModelError: the bundle has none, or no unit can be left out.
     """
-    if "masks" not in bundle.files:
-        raise ModelError(
-            "the bundle has no plan of how the network's units hang together: run `fedquilt prepare` anew. If there "
-            "is none still, torch.fx cannot trace the network: take another one"
-        )
-    plan = masks.from_array(bundle.load("masks")["json"])
-    masks.require(plan, bundle.load("model"))
+    plan = masks.of_bundle(bundle)
     if not plan.neurons:
         why = masks.why_whole(plan) or "it has no hidden layer"
         raise ModelError(f"no hidden unit of this network can be left out, so it cannot be cut by width: {why}")

@@ -7,7 +7,7 @@ numpy only; `models.networks.stages` builds networks from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from fedquilt.core import ModelError, Tensors
 from fedquilt.models.networks.stages import Stage
 from fedquilt.tensor_register import Register
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Layer -> the shape of its weight, of two axes or more."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,18 @@ def body(model: Tensors, count: int, register: Register) -> Body:
     for layer in found:
         if layer != head:
             blocks.setdefault(_block(_called(register, layer)), []).append(layer)
-    whole = _joined(model, list(blocks.values()))
+    named = register.weights()
+    shapes = {layer: model[named[layer]].shape for layer in found if named.get(layer) in model}
+    weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
+    whole = _joined(weights, list(blocks.values()))
     if not whole:
         raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
     parts = np.array_split(np.arange(len(whole)), min(count, len(whole)))
     members = [[layer for i in part for layer in whole[i]] for part in parts]
-    stages = tuple(Stage(_entrance(register, some), _heard(model, some), _all(register, some)) for some in members)
+    stages = tuple(Stage(_entrance(register, some), _heard(weights, some), _all(register, some)) for some in members)
     if len(stages) > 1:
         _require_apart(register, [*members, [head]])
-    classes, features = model[f"{head}.weight"].shape
+    classes, features = weights[head]
     return Body(stages, head, _all(register, [head]), int(features), int(classes))
 
 
@@ -70,12 +76,12 @@ def _block(layer: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _joined(model: Tensors, blocks: Sequence[list[str]]) -> list[list[str]]:
+def _joined(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
     """Blocks with weights; one without joins the block before it, those at the front join the first."""
     found: list[list[str]] = []
     front: list[str] = []
     for block in blocks:
-        if _weights(model, block):
+        if any(layer in weights for layer in block):
             found.append([*block, *front])
             front = []
         else:
@@ -89,18 +95,12 @@ def _entrance(register: Register, some: Sequence[str]) -> str:
     return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
 
 
-def _weights(model: Tensors, some: Sequence[str]) -> list[tuple[int, ...]]:
-    """Shapes of these layers' weights: tensors of two dimensions or more."""
-    shapes = [model[f"{layer}.weight"].shape for layer in some if f"{layer}.weight" in model]
-    return [shape for shape in shapes if len(shape) > 1]
-
-
-def _heard(model: Tensors, some: Sequence[str]) -> int:
+def _heard(weights: Shapes, some: Sequence[str]) -> int:
     """Input channels of the first of these layers; a depthwise convolution has as many as outputs.
 
     A first layer of single numbers, such as a gain, has the inputs of the first one with weights.
     """
-    shape = _weights(model, some)[0]
+    shape = next(weights[layer] for layer in some if layer in weights)
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])
 
 

@@ -44,7 +44,7 @@ def spots(register: Register) -> tuple[Spot, ...]:
     """
     head = register.head()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
-    flat = {entry.module for entry in register.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+    flat = register.linears()
     found = []
     for attention in register.ordered(attentions):
         block = attention.rpartition(".")[0]

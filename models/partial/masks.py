@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, ModelError, Tensors, UpdateError
+from fedquilt.core import UNDECODABLE, Bundle, ModelError, Tensors, UpdateError
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,19 @@ def why_whole(plan: Plan) -> str:
         return ""
     more = f" and {len(some) - 4} more" if len(some) > 4 else ""
     return f"layers that stay whole, each with what reads it and is not followed: {', '.join(some[:4])}{more}"
+
+
+def of_bundle(bundle: Bundle) -> Plan:
+    """Return the plan that `fedquilt prepare` stored.
+
+    Raises:
+        ModelError: If the network could not be traced, with the module that stops the trace, or the plan is damaged.
+    """
+    if "masks" not in bundle.files:
+        raise ModelError(bundle.meta.get("untraced") or "the bundle has no plan of masks: run `fedquilt prepare` anew")
+    plan = from_array(bundle.load("masks")["json"])
+    require(plan, bundle.load("model"))
+    return plan
 
 
 def require(plan: Plan, model: Tensors) -> None:

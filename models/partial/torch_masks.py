@@ -55,8 +55,8 @@ class Gates:
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
-            path, _, leaf = name.rpartition(".")
-            if leaf != "weight" or not follow.into:
+            path = name.rpartition(".")[0]
+            if not follow.into:  # no weights
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")

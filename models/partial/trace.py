@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fedquilt.core import ModelError
-from fedquilt.models.networks import tensor_register
+from fedquilt.models.networks import symbolic, tensor_register
 from fedquilt.models.partial.masks import Follow, Plan
 
 # what keeps neurons apart, and is 0 for one that is 0 everywhere
@@ -43,11 +42,7 @@ def plan(model: nn.Module) -> Plan:
     Raises:
         ModelError: its forward pass cannot be traced.
     """
-    try:
-        graph = fx.Tracer().trace(model)
-    except Exception as error:  # whatever the network's own code makes of a proxy
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"the network's forward pass cannot be traced ({reason}): it cannot be masked") from None
+    graph = symbolic.trace(model, "the network", "take a method that trains it whole").graph
     return _Reader(dict(model.named_modules()), tensor_register.own(model), tensor_register.names(model)).read(graph)
 
 
@@ -84,11 +79,11 @@ class _Reader:
         beside: dict[str, int] = {}
         follows = {}
         for name, value in self.held.items():
-            path, _, leaf = name.rpartition(".")
+            path = name.rpartition(".")[0]
             if path not in self.layers or not value.ndim:
                 continue
             layer = self.layers[path]
-            out, into = self._kept(layer.out, free), self._kept(layer.into if leaf == "weight" else (), free)
+            out, into = self._kept(layer.out, free), self._kept(layer.into if self._weighs(path, name) else (), free)
             if out or into:
                 beside |= {each: self.widths[each] for each in (*out, *into) if each not in free}
                 across = sum(self.widths[each] for each in into)
@@ -164,8 +159,11 @@ class _Reader:
                 self._pin((*each.out, *each.into) if each else None)
             return
         self._tie(one.out, other.out)
-        if name.rpartition(".")[2] == "weight":
+        if self._weighs(name.rpartition(".")[0], name):
             self._tie(one.into or None, other.into or None)
+
+    def _weighs(self, path: str, name: str) -> bool:
+        return getattr(self.modules[path], "weight", None) is self.held[name]
 
     def _scaled(self, node: fx.Node) -> fx.Node | None:
         """Return what is multiplied by one number for all neurons, or None if that is not what the product does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -23,6 +24,41 @@ def traced(network: dict[str, Any]) -> Register:
 
 def kinds(register: Register) -> dict[str, str]:
     return {entry.name: entry.kind for entry in register.tensors}
+
+
+# -- what depends on it ---------------------------------------------------------------------------
+
+
+def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> None:
+    """Of any name, with statistics or without; a normalisation of other kind, or of another part, does not."""
+    layers = {"a": nn.Conv1d(2, 2, 3), "b": nn.BatchNorm1d(2, track_running_stats=False), "c": nn.GroupNorm(1, 2)}
+    register = tensor_register.trace(nn.Sequential(OrderedDict(layers)), (2, 8))
+    names = {entry.name for entry in register.tensors}
+    assert register.is_coupled(names)
+    assert register.is_coupled(names, {"b.bias"})
+    assert not register.is_coupled(names, {"a.weight", "c.weight"})
+    assert not register.is_coupled({"a.weight", "c.weight"})
+    bare = tensor_register.trace(nn.Sequential(nn.BatchNorm1d(2, affine=False)), (2, 8))
+    assert bare.is_coupled({"0.running_mean"}, set())
+
+
+def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -> None:
+    """A class token and places of three axes belong to the network itself."""
+    assert traced(awkward.table("tokens")).convolutions(kinds(traced(awkward.table("tokens")))) == set()
+    series = traced({"name": "conv1d", "channels": 3, "steps": 20, "classes": 3})
+    found = series.convolutions(kinds(series))
+    assert found == {entry.module for entry in series.tensors if entry.type == "Conv1d"} != set()
+    assert series.convolutions([]) == set()
+
+
+def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
+    """Not where a module of another kind has buffers of these names."""
+    named = nn.Module()
+    named.register_buffer("running_mean", torch.zeros(2))
+    named.register_buffer("running_var", torch.ones(2))
+    named.forward = lambda x: x  # type: ignore[method-assign]
+    register = tensor_register.trace(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
+    assert register.running_means() == {"0.running_var": "0.running_mean"}
 
 
 # -- what a tensor is -----------------------------------------------------------------------------

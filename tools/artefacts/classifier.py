@@ -116,8 +116,10 @@ class Classifier:
             raise ModelError(
                 f"{self.model} answers with {made} for an example, and there are {len(self.labels)} labels"
             )
-        if not np.isfinite(found).all():
-            raise ModelError(f"{self.model} answers with numbers that are not finite")
+        try:
+            exported.require_scores(found)
+        except ModelError as error:
+            raise ModelError(f"{self.model}: {error}") from None
         return found
 
     @property

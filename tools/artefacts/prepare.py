@@ -6,7 +6,6 @@ the same job twice gives the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,10 +45,11 @@ class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job (a job file's table) into the folder `out`.
 
-    From `[model]`: the files "model" and "masks" (`models.partial.masks`), if it can be masked, both safetensors, and
-    meta "network", "flops" and "example_bytes" of one example, "register" (`fedquilt.tensor_register`), and
-    "pretrained": whether its weights are a file's; of a network from outside "plugins", what a device has to have for
-    it (`fedquilt.plugins.needs`), and "outputs", its scores for one example.
+    From `[model]`: the files "model" and "masks" (`models.partial.masks`), both safetensors, or instead of masks meta
+    "untraced", the reason why the network cannot be masked. Meta "network", "flops" and "example_bytes" of one example,
+    "register" (`fedquilt.tensor_register`), and "pretrained": whether its weights are a file's; of a network from
+    outside "plugins", what a device has to have for it (`fedquilt.plugins.needs`), and "outputs", its scores for one
+    example.
     With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
     From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
@@ -171,13 +171,16 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     flops = registry.cost(model, registry.input_shape(network)).flops
     state = {name: value.detach().numpy() for name, value in tensor_register.own(model).items()}
     parts = {"model": tensors.encode(state)}
-    with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
+    facts: dict[str, Any] = {"network": network, "flops": flops}
+    try:
         parts["masks"] = tensors.encode({"json": masks.to_array(trace.plan(model))})
+    except ModelError as error:  # methods that need masks refuse the network with this reason
+        facts["untraced"] = str(error)
     trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
-    whole = footprint.coupled(model.state_dict())
-    each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
     register = tensor_register.trace(model, registry.input_shape(network))
-    facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "register": register}
+    whole = register.is_coupled(state)
+    each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
+    facts |= {"example_bytes": each_bytes, "register": register}
     facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
     if registry.outside(network):

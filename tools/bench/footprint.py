@@ -155,7 +155,7 @@ def made(name: str, folder: Path) -> Subject:
     """A network of NETWORKS with COUNT images in the folder."""
     import torch
 
-    from fedquilt.models.networks import registry
+    from fedquilt.models.networks import registry, tensor_register
     from fedquilt.models.stitching import blocks
 
     table, shape = NETWORKS[name]
@@ -181,7 +181,7 @@ def made(name: str, folder: Path) -> Subject:
         {**table, "input": image},
         folder,
         trained,
-        footprint.coupled(model.state_dict()),
+        tensor_register.trace(model, shape).is_coupled(model.state_dict()),
         folder / "graph.onnx",
         (hungriest.weight_bytes, hungriest.activation_bytes),
         _input_shape(hungriest.graph),

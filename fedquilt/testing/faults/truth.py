@@ -21,7 +21,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.tasks import make_task
-from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Profile, Task, Tensors, derived
+from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Encoding, Profile, Task, Tensors, derived
 from fedquilt.edge_agent import engines, events, messages
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.engines import numpy_engine
@@ -178,7 +178,7 @@ class Truth:
                     "attempts": 100 if any(isinstance(fault, Rot | Restore) for fault in plan.faults) else 10_000,
                 },
                 "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
-                "wire": {"codec": plan.codec},
+                "wire": msgspec.to_builtins(compression.sparing(Encoding(codec=plan.codec), self.bundle.meta)),
             }
         )
 

@@ -227,8 +227,14 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
         def forward(self, x: Any) -> Any:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(ModelError, match="cannot be traced"):
+    line = Odd.forward.__code__.co_firstlineno + 1
+    with pytest.raises(ModelError, match=rf"network's own forward\(\) \(Odd, test_masks.py, line {line}\) stops"):
         trace.plan(Odd())
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), Odd()))
+    with pytest.raises(
+        ModelError, match=rf"module '1.1' \(Odd, test_masks.py, line {line}\) stops torch.fx: .*rewrite"
+    ):
+        trace.plan(inner)
 
 
 # -- gates ----------------------------------------------------------------------------------------

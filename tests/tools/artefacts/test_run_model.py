@@ -15,6 +15,7 @@ pytest.importorskip("onnxruntime")
 
 import classifiers
 import made_graphs
+import onnx
 
 from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model
 
@@ -76,6 +77,23 @@ def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Pat
     assert [row.image for row in rows] == [str(i) for i in range(200)]
     assert accuracy(rows) is None
     assert accuracy(run_model(model, npz(tmp_path / "b.npz", x_test=x, y_test=np.tile([0, 1, 1, 1], 50)))) == 0.75
+
+
+@pytest.mark.parametrize(("night", "said"), [(-np.inf, None), (np.inf, "not finite"), (np.nan, "not finite")])
+def test_a_label_may_score_minus_infinity_and_nothing_else_that_is_not_finite(
+    model: Path, tmp_path: Path, night: float, said: str | None
+) -> None:
+    """Such a label never wins: nobody had examples of it."""
+    made = onnx.load(model)
+    (bias,) = [tensor for tensor in made.graph.initializer if tensor.name == "b"]
+    bias.raw_data = np.array([night, -0.5], np.float32).tobytes()
+    onnx.save(made, model)
+    source = npz(tmp_path / "x.npz", x=np.full((2, 4, 4), 10, np.uint8))
+    if said is None:
+        assert [row.label for row in run_model(model, source)] == ["day", "day"]
+    else:
+        with pytest.raises(ModelError, match=said):
+            run_model(model, source)
 
 
 def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
