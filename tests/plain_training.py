@@ -160,7 +160,8 @@ def local(network: str, begun: Model, member: Member, round: int, correct: Any =
 
 
 def mean(models: list[Model], weights: Any = SIZES) -> Model:
-    """Weighted mean of numbers; of whole numbers the largest."""
+    """Weighted mean of numbers, plain with None; of whole numbers the largest."""
+    weights = [1.0] * len(models) if weights is None else weights
     found = {}
     for name, first in models[0].items():
         each = np.stack([model[name] for model in models])
@@ -189,6 +190,9 @@ class Played:
     devices: list[tuple[str, ...]]
 
 
+Rule = Callable[[str, Model, Played], Model]
+
+
 def params_of(name: str, more: Mapping[str, Any]) -> dict[str, Any]:
     there = {field.name for field in fields(methods.load(name).params)}
     common = {"epochs": 1, "batch": BATCH, "lr": LR}
@@ -209,7 +213,8 @@ def played(
 
     def work(task: Task, site: Site) -> Answer:
         answer = method.work(task, site)
-        found.kept[site.device] = {key: np.array(array) for key, array in answer.local.items()}
+        if answer.local:
+            found.kept[site.device] = {key: np.array(array) for key, array in answer.local.items()}
         return answer
 
     def observe(simulation: Any, hands: Any) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, ModelError, Tensors, UpdateError
+from fedquilt.core import UNDECODABLE, Bundle, ModelError, Tensors, UpdateError
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,23 @@ def require(plan: Plan, model: Tensors) -> None:
                 f"the plan of masks is another network's: its tensor {name!r} of shape {follow.shape} is not in "
                 "the model: run `fedquilt prepare` anew"
             )
+
+
+def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
+    """Return the plan that `fedquilt prepare` stored.
+
+    Raises:
+        ModelError: There is none, or none of the network's hidden neurons may be left out.
+    """
+    if "masks" not in bundle.files:
+        missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` anew"
+        raise ModelError(str(bundle.meta.get("unmasked", missing)))
+    plan = from_array(bundle.load("masks")["json"])
+    require(plan, model)
+    if not plan.neurons:
+        why = why_whole(plan) or "it has no hidden layer"
+        raise ModelError(f"no hidden neuron of this network can be left out, so that nothing can be masked: {why}")
+    return plan
 
 
 def to_array(plan: Plan) -> np.ndarray:

@@ -6,7 +6,6 @@ the same job twice gives the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -171,15 +170,18 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     flops = registry.cost(model, registry.input_shape(network)).flops
     state = {name: value.detach().numpy() for name, value in tensor_register.own(model).items()}
     parts = {"model": tensors.encode(state)}
-    with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
+    unmasked = ""
+    try:
         parts["masks"] = tensors.encode({"json": masks.to_array(trace.plan(model))})
+    except ModelError as error:  # a method that wants masks raises it
+        unmasked = str(error)
     trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
     whole = footprint.coupled(model.state_dict())
     each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
     register = tensor_register.trace(model, registry.input_shape(network))
     facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "register": register}
     facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
-    facts |= {"pretrained": table.get("weights") is not None}
+    facts |= {"pretrained": table.get("weights") is not None, **({"unmasked": unmasked} if unmasked else {})}
     if registry.outside(network):
         facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
     return facts, parts
