@@ -20,6 +20,7 @@ Kind = Literal["parameter", "buffer", "counter"]
 CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 BATCH_NORMS: Final = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 ATTENTION: Final = "MultiheadAttention"
+MADE_OF: Final = ".parametrizations."  # in names of tensors that torch makes a layer's tensor of
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -36,8 +37,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def leaf(self) -> str:
-        """Name within the module."""
-        return self.name.rpartition(".")[2]
+        """Name within the module; of what makes a tensor, as weight normalisation does, that tensor's name."""
+        return self.name.partition(MADE_OF)[2].partition(".")[0] or self.name.rpartition(".")[2]
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether it is a layer's weight or makes it: torch has both `parametrizations` and `weight_g`."""
+        return self.leaf.startswith("weight")
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -78,7 +84,7 @@ class Register(msgspec.Struct, frozen=True):
         Raises:
             ModelError: The layer called last shares its weights with another layer.
         """
-        linear = {entry.module for entry in self.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+        linear = {entry.module for entry in self.tensors if entry.type == "Linear" and entry.weighs}
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
         last = self.ordered([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
         if not last or last[0] in linear:

@@ -66,6 +66,12 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         "head": ("head.weight", "head.bias"),
     },
     "typed": {"first": ("first.weight", "first.bias"), "head": ("head.weight", "head.bias")},
+    "normalised": {
+        "first": ("first.weight", "first.bias"),
+        "scale": ("scale.weight", "scale.bias"),
+        "second": ("second.bias", *(f"second.parametrizations.weight.original{index}" for index in (0, 1))),
+        "head": ("head.weight", "head.bias"),
+    },
 }
 """Layers by their first call, each with its parameters and those of the batch norm behind it."""
 ROOTS = ("shift", "gain", "root")  # parameters of the network itself, which is called first
@@ -84,6 +90,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     ),
     "maps": ("first.weight", "second.weight"),
     "typed": ("first.weight",),
+    "normalised": ("first.weight",),  # the other layer's weight is made of two tensors
 }
 """Weights of convolutions, or without any the weight matrices before the head."""
 

@@ -176,10 +176,10 @@ class _Typed(nn.Module):  # type: ignore[misc]
 class _Normalised(nn.Module):  # type: ignore[misc]
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
-        self.first, self.scale = nn.Linear(inputs, WIDTH), nn.LayerNorm(WIDTH)
-        self.second = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.norm, self.head = nn.BatchNorm1d(WIDTH, affine=False), nn.Linear(WIDTH, classes)
+        self.first, self.norm = nn.Linear(inputs, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)
+        self.scale, self.second = nn.LayerNorm(WIDTH), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.scale(self.first(x.flatten(1))))
-        return self.head(torch.relu(self.scale(self.norm(self.second(x)))))
+        x = torch.relu(self.scale(self.norm(self.first(x.flatten(1)))))
+        return self.head(torch.relu(self.second(self.scale(x))))

@@ -44,7 +44,8 @@ def spots(register: Register) -> tuple[Spot, ...]:
     """
     head = register.head()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
-    flat = {entry.module for entry in register.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+    weights = {entry.module: entry.name for entry in register.tensors if entry.type == "Linear" and entry.weighs}
+    flat = weights.keys()
     found = []
     for attention in register.ordered(attentions):
         block = attention.rpartition(".")[0]
@@ -56,6 +57,12 @@ def spots(register: Register) -> tuple[Spot, ...]:
         found = [Spot(each, (each,)) for each in register.ordered(flat) if each != head]
     if not found:
         raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
+    for layer in (layer for spot in found for layer in spot.layers):
+        if (name := weights[layer]) != f"{layer}.weight":
+            raise ModelError(
+                f"the weight of {layer!r} is made of {name!r}, and an adapter cannot be merged into it: give the layer "
+                "a weight of its own, or take another method"
+            )
     return tuple(found)
 
 

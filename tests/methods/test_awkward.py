@@ -45,14 +45,19 @@ class Case:
     table: Mapping[str, Any] = field(default_factory=dict)
 
 
-ALL, ONE = tuple(awkward.NETWORKS), (1.0,) * 5
+ALL, ONE = tuple(awkward.NETWORKS), (1,) * 5
 TRACED = {  # refusals of methods that follow single units
     "shared": "'2.0'",
     "moving_average": "'1'",
     "tokens": "cannot be traced ('len' is not supported",
     "typed": "'first'",
+    "normalised": "'first'",
 }
-ADAPTED = {"tokens": "'attention'", "maps": "'head'"}
+ADAPTED = {
+    "tokens": "'attention'",
+    "maps": "'head'",
+    "normalised": "'second.parametrizations.weight.original1'",
+}
 REFUSED: dict[str, Mapping[str, str]] = {
     **dict.fromkeys(("heterofl", "fjord", "fedlps", "fedpews", "fedpews_fixed"), TRACED),
     **dict.fromkeys(("fedlora", "fedsdg"), ADAPTED),
@@ -145,6 +150,12 @@ def test_a_device_that_comes_later_is_among_those_of_fedsdg_s_trajectory() -> No
     case = next(case for case in CASES if case.name == "fedsdg")
     devices = played(case.name, "tied", case.params, case.rounds, **case.table).devices
     assert {*devices[1], *devices[2]} - {*devices[0]}
+
+
+def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it() -> None:
+    method = methods.load("ft_part")
+    state = method.init(bundle_of("normalised"), method.params(layers=4), 0)
+    assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
 
 
 # -- every method ---------------------------------------------------------------------------------

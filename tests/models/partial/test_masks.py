@@ -231,6 +231,16 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
         trace.plan(Odd())
 
 
+def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
+    """Nothing cuts those tensors, nor the bias beside them."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.partial import trace
+
+    made = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    plan = trace.plan(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3)))
+    assert (plan.widths, plan.follows, plan.whole) == ({}, {}, {"0": "2"})
+
+
 # -- gates ----------------------------------------------------------------------------------------
 
 
