@@ -295,19 +295,17 @@ def test_being_unlike_the_others_is_worth_lambda() -> None:
 
 
 def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
-    """They move in the turn of the weights alone."""
+    """What it does to them is undone before the step on the weights."""
     torch, module, plan = network("plain")
     from fedquilt.models.partial.torch_masks import Gates
 
     gates = Gates(plan, None, 0.0, 0.0)
     gates.prepare(module).train()
     x = torch.randn(4, 1, 8, 8)
-    counts = []
     for turn in gates.steps(1.0):
         turn.begin(module)
         module(x)
-        counts.append(int(module.state_dict()["0.1.num_batches_tracked"]))
-    assert counts == [0, 1]
+    assert int(module.state_dict()["0.1.num_batches_tracked"]) == 1
 
 
 def test_a_plan_that_names_a_layer_the_network_lacks_is_refused() -> None:
