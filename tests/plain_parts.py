@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from plain_training import (
@@ -178,6 +179,7 @@ def fedlg(network: str, model: Model, run: Played) -> Model:
         found = squares(Plain(network, own[each.device]), each, 5)
         for name in sizes:
             sizes[name] += share * float(np.sqrt(np.mean(found[name], dtype=np.float64)))
+    assert run.states[1].sizes == pytest.approx(sizes, rel=1e-4)
     gene = min(sizes, key=lambda name: sizes[name])
     for round in (1, 2):
         own = {each.device: local(network, own[each.device], each, round) for each in members()}
