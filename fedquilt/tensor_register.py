@@ -20,6 +20,7 @@ Kind = Literal["parameter", "buffer", "counter"]
 CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 BATCH_NORMS: Final = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 ATTENTION: Final = "MultiheadAttention"
+MADE_OF: Final = ".parametrizations."  # in names of tensors that torch makes a layer's tensor of
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -36,8 +37,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def leaf(self) -> str:
-        """Name within the module."""
-        return self.name.rpartition(".")[2]
+        """Name within the module; of what makes a tensor, as weight normalisation does, that tensor's name."""
+        return self.name.partition(MADE_OF)[2].partition(".")[0] or self.name.rpartition(".")[2]
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether it is a layer's weight or makes it: torch has both `parametrizations` and `weight_g`."""
+        return self.leaf.startswith("weight")
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -80,9 +86,9 @@ class Register(msgspec.Struct, frozen=True):
         """Return module -> its weight, of the modules that have one of their own."""
         return {entry.module: entry.name for entry in self.tensors if entry.leaf == "weight"}
 
-    def linears(self) -> set[str]:
-        """Return the paths of the linear layers with weights of their own."""
-        return {entry.module for entry in self.tensors if entry.type == "Linear"} & self.weights().keys()
+    def linears(self) -> dict[str, str]:
+        """Return module -> its weight, or what makes it, of the linear layers with weights of their own."""
+        return {entry.module: entry.name for entry in self.tensors if entry.type == "Linear" and entry.weighs}
 
     def running_means(self) -> dict[str, str]:
         """Return running variance -> running mean of each batch normalisation."""

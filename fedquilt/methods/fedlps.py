@@ -41,7 +41,7 @@ from fedquilt.core import (
 )
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
-from fedquilt.models.partial import width
+from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import Follow
 from fedquilt.models.partial.width import Places
 
@@ -78,8 +78,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             "the encoder is held still, and this network's weights are random: give [model] weights = a file of a "
             "pre-trained network's, or train all of it with encoder = 0"
         )
-    plain, plan = fedavg.init(bundle, params, seed), heterofl.plan_of(bundle)
-    begun = _by_width.State(**vars(plain), plan=plan, widths={}, settled=0)
+    plain = fedavg.init(bundle, params, seed)
+    begun = _by_width.State(**vars(plain), plan=masks.of_bundle(bundle, plain.model), widths={}, settled=0)
     last = begun.register.head()
     order = [name for name in begun.register.layers() if name != last]
     if params.encoder and not order:

@@ -50,8 +50,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     if last is None:
         raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]
-    moved = {name for layer in order[-params.layers :] for name in found[layer]}
-    moved |= begun.register.modules({entry.module for entry in begun.register.tensors if entry.name in moved})
+    moved = {entry.name for entry in begun.register.tensors if entry.layer in order[-params.layers :]}
     return fedrep.split(begun, begun.model.keys() - moved)
 
 

@@ -56,7 +56,6 @@ from fedquilt.methods import fedavg
 from fedquilt.methods._by_width import State, measured, narrowed, settling
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as width_parts
-from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Counted, Places
 
 Rate = Annotated[float, Meta(gt=0, le=1)]
@@ -96,21 +95,9 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 def by_width(bundle: Bundle, params: Any, seed: int) -> State:
     """State of a method that sends parts by width, at the bundle's model and the rates in `params`."""
-    begun = State(**vars(fedavg.init(bundle, params, seed)), plan=plan_of(bundle), widths={}, settled=0)
+    plain = fedavg.init(bundle, params, seed)
+    begun = State(**vars(plain), plan=masks.of_bundle(bundle, plain.model), widths={}, settled=0)
     return replace(begun, widths=statistics(begun, {rate: part(begun, rate) for rate in params.rates}))
-
-
-def plan_of(bundle: Bundle) -> Plan:
-    """Dependencies between the network's units.
-
-    Raises:
-        ModelError: the bundle has none, or no unit can be left out.
-    """
-    plan = masks.of_bundle(bundle)
-    if not plan.neurons:
-        why = masks.why_whole(plan) or "it has no hidden layer"
-        raise ModelError(f"no hidden unit of this network can be left out, so it cannot be cut by width: {why}")
-    return plan
 
 
 def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from fedquilt.core import Bundle, ModelError
 from fedquilt.methods import fedavg, fedrep
-from fedquilt.tensor_register import ATTENTION, CONVOLUTIONS
+from fedquilt.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 
 MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)  # modules whose weights are matrices
 
@@ -40,7 +40,7 @@ def weights(begun: fedavg.State) -> list[str]:
     """
     register, model = begun.register, begun.model
     names = register.ordered(fedavg.learned(begun))
-    types = {entry.name: entry.type for entry in register.tensors}
+    types = {entry.name: "" if MADE_OF in entry.name else entry.type for entry in register.tensors}
     found = [name for name in names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1]
     if not found:
         last = register.layers().get(register.head() or "", ())

@@ -52,8 +52,13 @@ def typed(inputs: int, classes: int) -> nn.Module:
     return _Typed(inputs, classes)
 
 
+def normalised(inputs: int, classes: int) -> nn.Module:
+    """One LayerNorm at two depths, a weight made of two parameters, and batch norm without parameters."""
+    return _Normalised(inputs, classes)
+
+
 NETWORKS: Final[dict[str, Callable[..., nn.Module]]] = {
-    each.__name__: each for each in (root_parameter, tied, shared, moving_average, tokens, maps, typed)
+    each.__name__: each for each in (root_parameter, tied, shared, moving_average, tokens, maps, typed, normalised)
 }
 
 
@@ -166,3 +171,15 @@ class _Typed(nn.Module):  # type: ignore[misc]
                 self.seen += 1
                 self.level.lerp_(x.mean(0).half(), 0.5)
         return self.head(x + 0.1 * self.level.float())
+
+
+class _Normalised(nn.Module):  # type: ignore[misc]
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(inputs, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)
+        self.scale, self.second = nn.LayerNorm(WIDTH), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.scale(self.norm(self.first(x.flatten(1)))))
+        return self.head(torch.relu(self.second(self.scale(x))))

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedquilt.models.networks import registry
 from fedquilt.models.networks.vit import Attention
-from fedquilt.tensor_register import ATTENTION, Entry, Kind, Register
+from fedquilt.tensor_register import ATTENTION, MADE_OF, Entry, Kind, Register
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
@@ -31,7 +31,7 @@ def trace(model: nn.Module, shape: tuple[int, ...]) -> Register:
     moved, calls = _moved(model, shape), _calls(model, shape)
     layers, rows = _layers(modules, calls), []
     for name, value in state.items():
-        path = name.rpartition(".")[0]
+        path = name.partition(MADE_OF)[0] if MADE_OF in name else name.rpartition(".")[0]
         module = modules[path]
         parameter = isinstance(value, nn.Parameter)
         kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"

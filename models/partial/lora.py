@@ -56,6 +56,12 @@ def spots(register: Register) -> tuple[Spot, ...]:
         found = [Spot(each, (each,)) for each in register.ordered(flat) if each != head]
     if not found:
         raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
+    for layer in (layer for spot in found for layer in spot.layers):
+        if (name := flat[layer]) != f"{layer}.weight":
+            raise ModelError(
+                f"the weight of {layer!r} is made of {name!r}, and an adapter cannot be merged into it: give the layer "
+                "a weight of its own, or take another method"
+            )
     return tuple(found)
 
 

@@ -76,19 +76,6 @@ def why_whole(plan: Plan) -> str:
     return f"layers that stay whole, each with what reads it and is not followed: {', '.join(some[:4])}{more}"
 
 
-def of_bundle(bundle: Bundle) -> Plan:
-    """Return the plan that `fedquilt prepare` stored.
-
-    Raises:
-        ModelError: If the network could not be traced, with the module that stops the trace, or the plan is damaged.
-    """
-    if "masks" not in bundle.files:
-        raise ModelError(bundle.meta.get("untraced") or "the bundle has no plan of masks: run `fedquilt prepare` anew")
-    plan = from_array(bundle.load("masks")["json"])
-    require(plan, bundle.load("model"))
-    return plan
-
-
 def require(plan: Plan, model: Tensors) -> None:
     """Raise ModelError unless the groups make the shapes in the plan, and the model's tensors have them."""
     known = {**plan.pinned, **plan.widths}
@@ -102,6 +89,23 @@ def require(plan: Plan, model: Tensors) -> None:
                 f"the plan of masks is another network's: its tensor {name!r} of shape {follow.shape} is not in "
                 "the model: run `fedquilt prepare` anew"
             )
+
+
+def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
+    """Return the plan that `fedquilt prepare` stored.
+
+    Raises:
+        ModelError: There is none, or none of the network's hidden neurons may be left out.
+    """
+    if "masks" not in bundle.files:
+        missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` anew"
+        raise ModelError(str(bundle.meta.get("untraced", missing)))
+    plan = from_array(bundle.load("masks")["json"])
+    require(plan, model)
+    if not plan.neurons:
+        why = why_whole(plan) or "it has no hidden layer"
+        raise ModelError(f"no hidden neuron of this network can be left out, so that nothing can be masked: {why}")
+    return plan
 
 
 def to_array(plan: Plan) -> np.ndarray:

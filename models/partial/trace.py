@@ -121,7 +121,8 @@ class _Reader:
         if isinstance(module, _NORM) and heard is not None and self._width(heard) == module.num_features:
             self.layers[path] = _Layer(heard)
             return heard
-        if isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed):
+        plain = isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed)
+        if plain and any(f"{path}.weight" in same for same in self.names):  # else it is made of other tensors
             return self._layer(path, module, heard)
         self._pin(heard)
         return None

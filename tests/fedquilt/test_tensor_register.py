@@ -230,3 +230,15 @@ def test_numbers_in_names_are_compared_as_numbers() -> None:
     assert list(register.layers()) == ["2", "9", "10"]
     assert register.head() == "10"
     assert plain({"name": "x", "register": {}}) == {"name": "x"}
+
+
+@pytest.mark.parametrize("normalised", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -> None:
+    """So the classifier is found, and its buffers are no batch norm's."""
+    register = tensor_register.trace(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,))
+    made = [entry for entry in register.tensors if ".parametrizations." in entry.name]
+    assert made
+    assert {(entry.module, entry.layer, entry.leaf, entry.type, entry.normalises) for entry in made} == {
+        ("2", "2", "weight", "Linear", False)
+    }
+    assert register.head() == "2"
