@@ -45,17 +45,12 @@ def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
         GROWS("robust")
 
 
-def quick(row: int, name: str, column: int, network: str) -> bool:
-    """Return whether `make test` runs it: the common network, one more in turn, and those that the method refuses."""
-    return network == "batch norm" or (name, network) in UNFIT or column == row % len(NETWORKS)
-
-
+# in `make test` the common network, one more in turn, and those that the method refuses
 RUNS = [
-    pytest.param(
-        name, network, marks=() if quick(row, name, column, network) else pytest.mark.nightly, id=f"{name}-{network}"
-    )
+    pytest.param(name, network, marks=() if here else pytest.mark.nightly, id=f"{name}-{network}")
     for row, name in enumerate(methods.names())
     for column, network in enumerate(NETWORKS)
+    for here in [network == "batch norm" or (name, network) in UNFIT or column == row % len(NETWORKS)]
 ]
 
 
