@@ -74,7 +74,14 @@ def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
     assert len((sites.EXAMPLE / "outside_fl.py").read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("names", [NAMES, CODE, NETWORK], ids=["entry points", "module:name", "network alone"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(NAMES, id="entry points"),
+        pytest.param(CODE, id="module:name", marks=pytest.mark.nightly),
+        pytest.param(NETWORK, id="network alone"),
+    ],
+)
 def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, str]) -> None:
     """On virtual time and as compared methods; as module:name nothing is installed, the file lies in the folder."""
     site = sites.example(tmp_path / "site")

@@ -1,4 +1,4 @@
-"""300 seeds of failing disks, networks, clocks and processes; what they have found before; every kind of fault."""
+"""150 seeds of failing disks, networks, clocks and processes; what they have found before; every kind of fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedquilt.testing.faults import search
 from fedquilt.testing.faults.schedule import KINDS, LATER, Schedule, parse
 from fedquilt.testing.faults.world import Theatre
 
-SEEDS = range(300)
+SEEDS = range(150)
 PART = 50  # seeds of one test
 HERE = [name for name in search.candidates() if "numpy" in methods.load(name).engines]  # what runs without torch
 

@@ -33,6 +33,7 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
     """They end as good as each other, far above chance; the figures are of this run."""
     pytest.importorskip("torch")

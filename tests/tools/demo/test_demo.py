@@ -48,6 +48,7 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
     ):
         assert wanted in shown, wanted
     unwrapped = " ".join(shown.split())
+    assert "The boards' network is the best here, by " in unwrapped
     [name] = re.findall(r"Their network, as donor\.block: (.+?)(?: \(blocks of \w+ only\))? \+ new head:", unwrapped)
     assert f", {name}, " in unwrapped  # what export says of the file
     assert f"report, with plots (--open shows it): {out / 'report.html'}" in lines[-1]
@@ -98,6 +99,7 @@ def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str])
     assert accuracy[1] in ran.stdout
 
 
+@pytest.mark.nightly
 def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_beat(tmp_path: Path) -> None:
     """As JSON, and on a terminal with -v, where every round is told with its reasons."""
     ran = subprocess.run(
