@@ -68,15 +68,15 @@ class DeviceNumbers(Struct):
     by_device: dict[str, float] = {}
     ascending: list[float] = []
 
-    def note(self, device: str, number: float) -> None:
-        """Store a device's number in place of the one before."""
+    def set_number(self, device: str, number: float) -> None:
+        """Store a device's number in place of its previous one."""
         if (before := self.by_device.get(device)) is not None:
             del self.ascending[bisect_left(self.ascending, before)]
         self.by_device[device] = number
         insort(self.ascending, number)
 
-    def most(self, device: str, limit: int | None) -> float:
-        """Return the largest number that a device may report.
+    def largest_allowed(self, device: str, limit: int | None) -> float:
+        """Return the largest number that a device may report: `limit`, or a multiple of the others' median.
 
         Args:
             device: The device, whose own number does not count.
@@ -95,7 +95,7 @@ class DeviceNumbers(Struct):
 
 
 def replace_unprintable(message: M, payload: bytes) -> M:
-    """Replace control characters in the texts of a message, which end up in logs and on terminals.
+    """Return the message with unprintable characters of its texts replaced by "?" or a space.
 
     Args:
         message: Message of a device.
@@ -103,10 +103,11 @@ def replace_unprintable(message: M, payload: bytes) -> M:
     """
     if payload.isascii() and b"\\" not in payload and b"\x7f" not in payload:
         return message
-    return msgspec.convert(_printable(msgspec.to_builtins(message)), type(message))
+    return msgspec.convert(_replace_in_texts(msgspec.to_builtins(message)), type(message))
 
 
-def _printable(value: Any) -> Any:
+def _replace_in_texts(value: Any) -> Any:
+    """Return the value with unprintable characters replaced in all nested texts."""
     if isinstance(value, str):
         return (
             value
@@ -114,18 +115,18 @@ def _printable(value: Any) -> Any:
             else "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
         )
     if isinstance(value, dict):
-        return {_printable(name): _printable(each) for name, each in value.items()}
-    return [_printable(each) for each in value] if isinstance(value, list | tuple) else value
+        return {_replace_in_texts(name): _replace_in_texts(each) for name, each in value.items()}
+    return [_replace_in_texts(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def verify_profile(profile: Profile, right: SiteRight | None) -> Profile:
-    """Return the profile with as many boards as the device has a right to."""
+    """Return the profile with its number of boards limited to the device's right, and 0 without a right."""
     boards = min(profile.boards, right.most) if right is not None else 0
     return profile if boards == profile.boards else replace(profile, boards=boards)
 
 
-def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
-    """Longest time in seconds that a board can have worked on a task.
+def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
+    """Return the longest time in seconds that a device can have worked on a task.
 
     Args:
         waited_s: since it was asked, as far as this process knows.
@@ -135,24 +136,24 @@ def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
 
-def most_w(profile: Profile | None) -> float:
-    """Watts that a board can take at the most."""
+def highest_power_w(profile: Profile | None) -> float:
+    """Return the highest plausible power in watts of a device, or of all boards of a site."""
     said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
     known = [watts for watts in said if watts is not None]
     most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
     return most * (max(profile.boards, 1) if profile else 1)
 
 
-def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
-    """Return the update without claims that cannot be, and a sentence about them, which is "" if there are none."""
+def limit_claims(update: Update, bounds: Bounds) -> tuple[Update, str]:
+    """Return the update with implausible claims lowered or removed, and a sentence about them, or ""."""
     usage, odd, ask, limit_s = update.usage, [], bounds.ask, bounds.limit_s
     if usage.wall_s > limit_s:
         odd.append(f"{usage.wall_s:.4g} s of work, and it was asked {limit_s:.4g} s ago at the most")
         usage = replace(usage, wall_s=limit_s)
-    most_j = most_w(ask.profile) * limit_s
+    most_j = highest_power_w(ask.profile) * limit_s
     joules = max(usage.energy_j or 0.0, usage.idle_j or 0.0, usage.energy_error_j or 0.0)
     if not joules <= most_j:
-        watts = most_w(ask.profile)
+        watts = highest_power_w(ask.profile)
         odd.append(f"{joules:.4g} J, and {watts:.4g} W for {limit_s:.4g} s are {most_j:.4g} J: not counted")
         usage = replace(usage, energy_j=None, idle_j=None, energy_error_j=None)
     sent = sum({ref.sha256: ref.size for ref in update.bundles.values()}.values())
@@ -174,8 +175,8 @@ def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
     return (replace(update, usage=usage, below=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
 
 
-def require(update: Update, bounds: Bounds, *, work: bool) -> None:
-    """Check the weight and metrics of an update.
+def require_plausible(update: Update, bounds: Bounds, *, work: bool) -> None:
+    """Check that the metrics of an update and, if it is work, its weight are plausible.
 
     Args:
         update: The update as the device sent it.
@@ -230,8 +231,8 @@ def _require_evaluation(sums: EvaluationSums, bounds: Bounds, most: float, board
         raise UpdateError(f"its evaluation has {odd}")
 
 
-def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
-    """Check that a site may speak for the boards of its update, and that none counts for more than a device may.
+def require_site_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
+    """Check that a site may submit updates of these boards, and that no board's weight is too large.
 
     Raises:
         UpdateError: If the site has no right to do so.
@@ -246,18 +247,19 @@ def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds)
     for part in parts:
         require_metrics(part.metrics)
         if part.weight > bounds.examples:
-            raise UpdateError(_too_heavy(part.device, part.weight, bounds.examples))
+            raise UpdateError(_weight_problem(part.device, part.weight, bounds.examples))
     _require_weight_within(update, len(parts) * bounds.examples, None)
 
 
 def _require_weight_within(update: Update, most: float, told: int | None) -> None:
     if not update.weight <= most:
-        raise UpdateError(_too_heavy(update.device, update.weight, most))
+        raise UpdateError(_weight_problem(update.device, update.weight, most))
     if told is not None and update.weight > max(told, 1):
         raise UpdateError(f"{update.device} wants to count as {update.weight:g} examples and says that it has {told}")
 
 
-def _too_heavy(device: str, weight: float, most: float) -> str:
+def _weight_problem(device: str, weight: float, most: float) -> str:
+    """Return the error text for a weight that is above the largest allowed."""
     return (
         f"{device} wants to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples if "
         "it really has so many"
@@ -265,7 +267,7 @@ def _too_heavy(device: str, weight: float, most: float) -> str:
 
 
 def _require_speed(update: Update, bounds: Bounds) -> None:
-    """Check that a device can have worked through its examples at ten times the speed of its profile."""
+    """Raise UpdateError if the weight needs more than FASTER times the computing speed of the profile."""
     ask, limit_s = bounds.ask, bounds.limit_s
     each = ask.work.flops_per_example
     speed = max((point.flops_per_s or 0.0 for point in ask.profile.points), default=0.0) if ask.profile else 0.0

@@ -113,8 +113,8 @@ def bundled(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.n
         yield f"{OURS}{number}", {TABLE: table(parts), **held}
 
 
-def parts(update: Contribution) -> list[Part]:
-    """Return the boards of a site's update, sorted by name.
+def parts_of_site(update: Contribution) -> list[Part]:
+    """Return the parts of a site's update, one for each board, sorted by the board's name.
 
     Raises:
         UpdateError: it does not name them, one of them is named twice, or a number of it is not finite.

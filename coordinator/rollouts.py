@@ -304,10 +304,10 @@ def format_left_out(without: Mapping[str, str], most: int) -> str:
     return "; ".join(said)
 
 
-def decide(
+def decide_rollout(
     state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: Mapping[str, str] | None = None
 ) -> AnyFact | None:
-    """The next fact of a rollout; None: it waits.
+    """Return the next event of a rollout, or None to wait.
 
     Args:
         state: of the rollout.
@@ -332,7 +332,7 @@ def decide(
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
-        return Aborted(_why(state, failed, len(answered)), serial)
+        return Aborted(_abort_reason(state, failed, len(answered)), serial)
     if not state.open:
         if devices := chosen(state, fleet):
             return Offered(state.step, devices)
@@ -342,7 +342,7 @@ def decide(
     pending = [device for device in state.offered if state.phase(device) not in SETTLED]
     lost = [device for device in pending if state.phase(device) in SWAPPED]
     if len(failed) + len(lost) > most * (len(answered) + len(lost)):
-        return Aborted(_why(state, [*failed, *lost], len(answered) + len(lost)), serial)
+        return Aborted(_abort_reason(state, [*failed, *lost], len(answered) + len(lost)), serial)
     return Passed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
 
 
@@ -417,8 +417,8 @@ def _failed(state: Rollout) -> list[str]:
     return [device for device in state.offered if state.phase(device) in FAILED]
 
 
-def _why(state: Rollout, failed: Collection[str], answered: int) -> str:
-    """Why a rollout is aborted, with one of the boards' own reasons."""
+def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
+    """Return why a rollout is aborted, with the reason of one failed device as an example."""
     first = min(failed)
     phase = state.phase(first)
     said = state.heard[first].reason if first in state.heard else ""

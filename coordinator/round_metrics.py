@@ -101,8 +101,8 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(weight / most / shares * value for weight, value in pairs)
 
 
-def unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return what is probably wrong if the loss has not changed since the first round, or None.
+def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
+    """Return the probable cause if the loss is the same in each of the first UNCHANGED_ROUNDS, or None.
 
     Args:
         losses: mean training loss of each round of work so far, by its number from 0.

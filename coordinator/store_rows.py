@@ -69,7 +69,7 @@ def served(home: Path, disk: Disk = PRIVATE) -> bool:
         StoreError: the home cannot be read.
     """
     with storing(home):
-        return disk.locked(home / "lock")
+        return disk.is_locked(home / "lock")
 
 
 class transaction:

@@ -65,8 +65,8 @@ class Summing:
 
     # -- small updates, in the loop --
 
-    def taken(self, update: Update, rounds: Rounds, base: Base, bounds: claims.Bounds) -> Update:
-        """The update as it is stored: with a codec, its tensors are decoded here. It is folded, if it comes in order.
+    def read_update(self, update: Update, rounds: Rounds, base: Base, bounds: claims.Bounds) -> Update:
+        """Decode, check and store an update, fold it if it is next in order, and return it as stored.
 
         Raises:
             UpdateError: it cannot be folded, or is no output of the codec.
@@ -123,7 +123,7 @@ class Summing:
         able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.actions
         if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
             return None
-        return self._depot.file(rounds.state.sha256)
+        return self._depot.verified_path(rounds.state.sha256)
 
     def foresee_sum(self, rounds: Rounds, round: int, given: Mapping[str, Told], packed: Callable[[], bytes]) -> None:
         """Take the packed sum of updates if all are foreseen; it counts once all of them do, with the same content.
@@ -150,8 +150,8 @@ class Summing:
 
     # -- large updates, by a worker: one call at a time --
 
-    def examined(self, update: Update, base: Base, bounds: claims.Bounds) -> Update:
-        """The update as it is stored, which is not folded yet; errors as of `taken`."""
+    def read_large_update(self, update: Update, base: Base, bounds: claims.Bounds) -> Update:
+        """Decode, check and store a large update without folding it, and return it as stored."""
         with checks.named(update.device):
             given = self._streamed(update)
             for bundle in given.bundles.values():
@@ -311,8 +311,8 @@ class Summing:
         """Return the update with the devices that a site may speak for, or raise UpdateError if it may not."""
         if not passed.of_site(given.bundles):
             return update
-        parts = passed.parts(given)
-        claims.require_boards(update, parts, bounds)
+        parts = passed.parts_of_site(given)
+        claims.require_site_boards(update, parts, bounds)
         return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _plain(self, update: Update, given: Contribution) -> Update:

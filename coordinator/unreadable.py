@@ -33,10 +33,10 @@ class Waiting:
         """Whether a job is not to be taken up yet."""
         return job in self._tried and now_s < self._tried[job].again_s
 
-    def failed(
+    def record_failure(
         self, job: str, what: str, now_s: float, *, counts: bool = True, before: Tried | None = None
     ) -> Tried | None:
-        """Note a failed try and return the tries so far, or forget the job and return None if it is given up.
+        """Count a failed read of a job's file. Return when to try again, or None to give the job up.
 
         Args:
             job: Id of the job.

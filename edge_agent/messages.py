@@ -49,14 +49,14 @@ def _confined(means: Means) -> dict[str, str]:
     return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
-def telemetry(
+def telemetry_message(
     reading: Reading,
     task_bytes: int | None = None,
     clock_s: float | None = None,
     served: Served | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
-    """Telemetry message of a reading, the task's process, the clock and the model runner; None if nothing is known."""
+    """Return the telemetry of a reading, the task's process, the clock and the runner, or None if empty."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,

@@ -33,7 +33,7 @@ DROPS = ("root_parameter", "tokens")  # dropout is left out, whose draws are an 
 
 
 def table_of(network: str) -> dict[str, Any]:
-    return awkward.table(network, **({"drop": 0.0} if network in DROPS else {}))
+    return awkward.network_table(network, **({"drop": 0.0} if network in DROPS else {}))
 
 
 @cache

@@ -96,7 +96,7 @@ def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
     """
     if isinstance(fact, Committed):
         return _committed(fact, closing, (), 0)
-    first, *more = _sentences(fact)
+    first, *more = _describe_fact(fact)
     return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
 
 
@@ -104,7 +104,8 @@ def _shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_short(value)}" for name, value in sorted(metrics.items()))
 
 
-def _sentences(fact: AnyFact) -> list[str]:
+def _describe_fact(fact: AnyFact) -> list[str]:
+    """Return an event as lines of text."""
     match fact:
         case Noted():
             return [fact.said]
@@ -141,14 +142,14 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Restarted(passed_s=passed_s):
             return [f"round {fact.round}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case Ended():
-            return ended(fact.status, fact.reason)
+            return format_end(fact.status, fact.reason)
         case Resumed():
             return ["resumed"]
         case _:
             raise AssertionError(fact)
 
 
-def ended(status: str, reason: str) -> list[str]:
+def format_end(status: str, reason: str) -> list[str]:
     """Return the end of a run as lines: the cause, then the fix if the reason names one."""
     said = "job failed" if status == "failed" else status
     return f"{said}: {reason}".splitlines() if reason else [said]
@@ -258,7 +259,7 @@ def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) ->
     return {
         "run": row.id,
         "status": store.standing(row) if isinstance(row, Row) else row.status,
-        "waits": waits.of(row, store) if isinstance(row, Row) and not problem else None,
+        "waits": waits.describe_wait(row, store) if isinstance(row, Row) and not problem else None,
         "submitter": row.submitter if isinstance(row, Row) else None,
         "method": row.job.method if isinstance(row, Row) else None,
         "rounds": progress.done(facts, row.job.rounds) if isinstance(row, Row) and problem is None else None,

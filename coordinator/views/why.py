@@ -49,7 +49,7 @@ def of(store: Store, run: str) -> Parts:
     row = store.job(run)
     told = Parts(Plan.of(row.job))
     for _, _, fact in store.facts(row.id):
-        told.add(fact)
+        told.add_fact(fact)
     if store.standing(row) == "running":
         _hold(
             told.found,
@@ -106,7 +106,7 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     """Round -> device -> its part in it, for the devices known by then; a later fact replaces an earlier one."""
     told = Parts(plan)
     for fact in facts:
-        told.add(fact)
+        told.add_fact(fact)
     return told.found
 
 
@@ -122,8 +122,8 @@ class Parts:
         self.found: dict[int, dict[str, Part]] = {}  # as of `parts`; whoever follows a run may drop earlier rounds
         self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
 
-    def add(self, fact: AnyFact, at: float = 0.0) -> None:
-        """Let the next fact of the run count, written at a time in wall-clock seconds."""
+    def add_fact(self, fact: AnyFact, at: float = 0.0) -> None:
+        """Apply the run's next event to the parts of its devices."""
         state, found = self.state, self.found
         match fact:
             case Asked():

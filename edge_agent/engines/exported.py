@@ -43,8 +43,8 @@ class Exported(NamedTuple):
         return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
 
 
-def read(facts: Mapping[str, str]) -> Exported:
-    """Read the metadata of a graph.
+def read_metadata(facts: Mapping[str, str]) -> Exported:
+    """Return the metadata of an exported graph.
 
     Raises:
         ModelError: they are not as `fedquilt export` writes them.
@@ -56,7 +56,7 @@ def read(facts: Mapping[str, str]) -> Exported:
     if tables["network"] is not None:
         _require_network(tables["network"])
     settings = tables["reading"] or {}
-    _require_reading(settings)
+    _require_reading_settings(settings)
     return Exported(tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)), settings)
 
 
@@ -79,11 +79,12 @@ def _require_input(table: Any, name: str) -> None:
         raise _odd(name, error) from None
 
 
-def _require_reading(settings: Mapping[str, Any]) -> None:
+def _require_reading_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError if a reading setting is unknown or invalid."""
     if odd := sorted(settings.keys() - reading.SETTINGS):
         raise _odd("reading", f"unknown key {odd[0]!r}")
     try:
-        reading.spec_of(settings, {"path": "."})
+        reading.spec_with_settings(settings, {"path": "."})
     except JobError as error:
         raise _odd("reading", error) from None
 

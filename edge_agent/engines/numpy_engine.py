@@ -99,7 +99,7 @@ class NumpyEngine:
         for order in training.orders(len(examples), fit.epochs, rng):
             for batch in training.batches(order, fit.batch):
                 loss, gradient = _gradient(network, model, examples, batch, at_once, hooks)
-                steps.took(loss, len(batch))
+                steps.add_step(loss, len(batch))
                 descent.step(gradient)
         return model, steps.metrics()
 

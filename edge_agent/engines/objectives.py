@@ -28,7 +28,7 @@ ADVICE = "set `task` in [data] and [model] alike"
 
 
 def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes") -> None:
-    """Check that examples have targets of the task, as many as the network has outputs.
+    """Raise DataError if examples lack targets of the task, or do not have one for each output.
 
     Raises:
         DataError: they do not fit; names both sides.

@@ -132,7 +132,7 @@ class OnnxEngine:
         """
         loaded = self._load(graph)
         plan = loaded.plan
-        with _named(graph):
+        with _translate_errors(graph):
             shape = _answer_shape(loaded, x)
         size = self._batch(plan, 0, 0)
         around = 0
@@ -141,7 +141,7 @@ class OnnxEngine:
             size = self._batch(plan, around, 0)
         self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
         y = np.empty((len(x), *shape), np.float32)
-        with _named(graph):
+        with _translate_errors(graph):
             for first in range(0, len(x), size):
                 self._run(graph, _cast(loaded.session, x[first : first + size]), y[first : first + size])
         return y
@@ -250,7 +250,7 @@ class OnnxEngine:
         held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
         while self._kept and held > KEPT * self._room_bytes:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
-        with _named(graph):
+        with _translate_errors(graph):
             session = self._session(graph, roomy=plan.roomy)
         self._kept[graph] = loaded = Loaded(session, plan, {})
         return loaded
@@ -380,8 +380,8 @@ def _return_small_pieces() -> None:
 
 
 @contextlib.contextmanager
-def _named(graph: Path) -> Iterator[None]:
-    """Turn the runtime's errors, which have no common base, into ours with the graph's name."""
+def _translate_errors(graph: Path) -> Iterator[None]:
+    """Raise errors of ONNX Runtime as ModelError or MemoryBudgetError, with the graph's name."""
     try:
         yield
     except (DataError, ModelError, MemoryBudgetError):

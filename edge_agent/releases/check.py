@@ -29,7 +29,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported, objectives
 from fedquilt.edge_agent.engines.exported import Exported
-from fedquilt.edge_agent.releases.assemble import assemble
+from fedquilt.edge_agent.releases.assemble import assemble_network
 from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task import main as task
@@ -83,8 +83,8 @@ class Loaded(NamedTuple):
         return found
 
 
-def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load) -> Outcome:
-    """Check a model. Raises nothing.
+def run_check(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load) -> Outcome:
+    """Check a model: accuracy, latency and memory. Return an outcome also for any error.
 
     Args:
         order: what to check.
@@ -95,11 +95,11 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
     try:
         engine = engines.make(order.engine, order.budget_bytes)
         notes = []
-        if order.parted is not None and (note := assemble(order.parted, Path(order.model), order.budget_bytes)):
+        if order.parted is not None and (note := assemble_network(order.parted, Path(order.model), order.budget_bytes)):
             notes.append(note)
         budget.reset_peak(os.getpid())
         model = _loaded(engine, Path(order.model))
-        held = _held_out(order, model.about, load)
+        held = _load_held_out(order, model.about, load)
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
@@ -111,10 +111,10 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
         say(Progressed(DONE))
         peak = budget.peak_bytes(os.getpid())
         if held is not None and order.before is not None and "accuracy" in told:
-            told |= _before(engine, order, Path(order.before), load, notes)
+            told |= _accuracy_before(engine, order, Path(order.before), load, notes)
         engine.close()
         if order.trtexec is not None:
-            notes += _tensorrt(order, model, one)
+            notes += _build_tensorrt(order, model, one)
         return Outcome(
             metrics=told,
             note=shorten_error("; ".join(notes)),
@@ -123,19 +123,19 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
             peak_bytes=peak,
         )
     except Exception as error:
-        return task.failed(error)
+        return task.failure_outcome(error)
 
 
-def _held_out(order: CheckOrder, about: Exported, load: Any) -> Examples | None:
-    """Load the device's held-out examples, read as for the model's training; None if the device has no data."""
+def _load_held_out(order: CheckOrder, about: Exported, load: Any) -> Examples | None:
+    """Return the held-out examples, or the training ones without any, or None if the device has no data."""
     if not order.data:
         return None
-    train, held = load(reading.spec_of(about.reading, order.data))
+    train, held = load(reading.spec_with_settings(about.reading, order.data))
     return held if len(held) else train
 
 
 def _loaded(engine: Any, path: Path) -> Loaded:
-    return Loaded(engine, path, exported.read(engine.facts(path)), engine.input_shape(path))
+    return Loaded(engine, path, exported.read_metadata(engine.facts(path)), engine.input_shape(path))
 
 
 def _require_classes(model: Loaded, held: Examples, order: CheckOrder) -> None:
@@ -175,11 +175,11 @@ def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, floa
     return {"accuracy": found[1], "examples": float(len(held))}
 
 
-def _before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]) -> dict[str, float]:
-    """Accuracy of the model in use; {}: it could not be measured, which does not count against the new one."""
+def _accuracy_before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]) -> dict[str, float]:
+    """Return the accuracy of the model in use, or {} if it cannot be measured, which is noted."""
     try:
         model = _loaded(engine, path)
-        held = _held_out(order, model.about, load)
+        held = _load_held_out(order, model.about, load)
         assert held is not None
         found = _accuracy(model, held, notes)
     except (FedquiltError, OSError) as error:
@@ -250,8 +250,8 @@ def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int
 # -- TensorRT -------------------------------------------------------------------------------------
 
 
-def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray) -> list[str]:
-    """Build a TensorRT engine; returns a note, as a failure does not fail the check."""
+def _build_tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray) -> list[str]:
+    """Build a TensorRT engine. Return a note if that fails, as it does not fail the check."""
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [
@@ -308,7 +308,7 @@ def main() -> None:
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=CheckOrder)
             plugins.restrict(order.plugins)
-            say(carry_out(order, say))
+            say(run_check(order, say))
 
 
 if __name__ == "__main__":

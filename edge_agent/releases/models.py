@@ -223,16 +223,17 @@ class Models(Kind):
         now_s = self._clock()
         building_s = self._settings.models.tensorrt_s if _trtexec() else 0.0
         self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
-        self._start(release, now_s)
+        self._start_check(release, now_s)
 
-    def _start(self, release: Release, now_s: float) -> None:
+    def _start_check(self, release: Release, now_s: float) -> None:
+        """Start the check of a release's model in the worker, with an empty output folder."""
         assert release.blob is not None
         before = self._disk.target(self.folder / CURRENT)
         self._outcome = self._ledger = self._answers_j = None
         with doing(f"empty {self._out}"):
             self._disk.clear(self._out)
         model = self.folder / release.blob.sha256[:16] / MODEL
-        parted = self._parted(model.parent)
+        parted = self._parts_of_model(model.parent)
         order = CheckOrder(
             model=str(model if parted is None else self._out / MODEL),
             out=str(self._out),
@@ -248,8 +249,8 @@ class Models(Kind):
         )
         self._worker.start(order, now_s)
 
-    def _parted(self, folder: Path) -> Parted | None:
-        """Files that a model is put together of; None: the model was sent whole."""
+    def _parts_of_model(self, folder: Path) -> Parted | None:
+        """Return the files from which the device assembles its model, or None if the model was sent whole."""
         shared = folder / SHARED
         with doing(f"read {shared}"):
             task = personal.task(shared, self._disk) if self._disk.is_file(shared) else None
@@ -259,7 +260,7 @@ class Models(Kind):
         return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
     def checked(self) -> Verdict | None:
-        """See `Kind`."""
+        """Return the verdict of the running check, or None while it goes on. Start a killed check again."""
         if self._check is None:
             return Verdict("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
@@ -274,18 +275,18 @@ class Models(Kind):
                     self._answers_j, self._ledger = ledger.cost(now_s, None).energy_j, None
                 case Outcome(killed=True) if self._killed < KILLED_MOST:
                     self._killed += 1
-                    self._start(release, now_s)
+                    self._start_check(release, now_s)
                 case Outcome():
                     self._end_check()  # also of processes that it has started: nobody writes its folders any more
                     verdict = judged(release.limits, event, self._answers_j)
-                    return verdict if verdict.refused else self._take_made(release, verdict)
+                    return verdict if verdict.refused else self._store_check_output(release, verdict)
         if now_s > end_s:
             self._end_check()
             return Verdict("its check did not come to an end: it was ended", {})
         return None
 
-    def _take_made(self, release: Release, verdict: Verdict) -> Verdict:
-        """Copy what the check has made beside what was sent; the verdict, or a refusal of what is no model."""
+    def _store_check_output(self, release: Release, verdict: Verdict) -> Verdict:
+        """Copy the files that the check wrote beside the model. Return the verdict, or a refusal."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         made = [MODEL] if disk.is_file(folder / SHARED) else []

@@ -314,7 +314,7 @@ class Releases:
 
     def _tell(self, name: str) -> None:
         """Publish the release's progress, if it has changed."""
-        told = plan.told(self._states[name], self._kinds[name].current())
+        told = plan.installed_message(self._states[name], self._kinds[name].current())
         if told is None or told == self._told.get(name):
             return
         before, self._told[name] = self._told.get(name), told

@@ -50,7 +50,7 @@ def sparing(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire
-    register = tensor_register.of({**network, **{key: meta[key] for key in ("register",) if key in meta}})
+    register = tensor_register.register_of({**network, **{key: meta[key] for key in ("register",) if key in meta}})
     buffers = [entry.name for entry in register.tensors if entry.kind != "parameter"]
     return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
 

@@ -69,14 +69,14 @@ class Measured:
     weight: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
-def settling(
+def statistics_rounds(
     parts: Callable[[Any], Mapping[float, Places]],
     rate_of: Callable[[Any, DeviceView], float],
     *,
     scaled: bool,
     still: Callable[[Any], Collection[str]] = lambda state: (),
 ) -> Settle:
-    """Rounds that gather statistics, for a method that sends parts by width.
+    """Return the rounds that gather batch-normalisation statistics, for a method that sends parts by width.
 
     Args:
         parts: state -> places of each part by rate.
@@ -95,7 +95,7 @@ def settling(
             light = narrowed(state, at, state.widths.get(f"{rate:g}"))
             found = fedavg.look(light)
             peak = max(
-                fedavg.order(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
+                fedavg.training_order(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
             )  # it is built whole, as for training
             if rate > own and not _roomy(device, msgspec.structs.replace(found, peak_bytes=peak)):
                 continue
@@ -103,7 +103,7 @@ def settling(
             bundles[f"part.{rate:g}"] = light.model
             work = work.plus(msgspec.structs.replace(found, peak_bytes=peak))
         table = {
-            "network": tensor_register.plain(state.network),
+            "network": tensor_register.without_register(state.network),
             "asked": asked,
             "scaled": scaled,
             "still": sorted(still(state)),
@@ -187,7 +187,7 @@ def measured(task: Task, site: Site) -> Answer:
         cut = rate != 1
 
         def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: width.Moments = seen) -> Any:
-            return seen.watch(width.shrunk(module, start, scaled=task.params["scaled"]) if cut else module)
+            return seen.watch(width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module)
 
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = seen.found()

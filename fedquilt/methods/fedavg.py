@@ -84,8 +84,8 @@ class State:
 
     @property
     def register(self) -> tensor_register.Register:
-        """What the network's tensors are."""
-        return tensor_register.of(self.network)
+        """Register of the network's tensors, with the type and module of each."""
+        return tensor_register.register_of(self.network)
 
     def of(self, model: Mapping[str, np.ndarray]) -> State:
         """The same network's plain state with other tensors: for size and cost."""
@@ -125,10 +125,10 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the whole model."""
-    return order(state, {"model": state.model})
+    return training_order(state, {"model": state.model})
 
 
-def order(
+def training_order(
     state: State,
     bundles: Mapping[str, Tensors],
     *,
@@ -137,7 +137,7 @@ def order(
     anchors: int = 0,
     moved: Tensors | None = None,
 ) -> Order:
-    """Order of a method that trains the whole network by mini-batches, with its predicted cost.
+    """Return the order to train the whole network by mini-batches, with its predicted cost.
 
     Args:
         state: gives the parameters, the network's table and the cost of a forward pass.
@@ -162,7 +162,7 @@ def order(
     work = layer_costs.work(each, state.params, steps, size)
     kind = layer_costs.kind(costs, convolutions)
     return Order(
-        {**state.params, "network": tensor_register.plain(state.network)},
+        {**state.params, "network": tensor_register.without_register(state.network)},
         bundles,
         msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind),
         check=look(state),
@@ -181,7 +181,7 @@ def at_once(state: State, moved: Tensors | None = None) -> int:
 
     Args:
         state: with the model and the batch size.
-        moved: as for `order`.
+        moved: as for `training_order`.
     """
     names = None if moved is None else moved.keys()
     return int(state.params.get("batch", 1)) if state.register.is_coupled(state.model, names) else 1
@@ -283,9 +283,9 @@ def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
-def learned(state: State) -> list[str]:
-    """Names of the state's tensors that gradients move."""
-    return state.register.parameters(state.model)
+def trained_names(state: State) -> list[str]:
+    """Return the names of the state's tensors that gradients change."""
+    return state.register.parameters_of(state.model)
 
 
 def require_one(update: Contribution) -> None:
@@ -311,18 +311,20 @@ def steps_of(update: Contribution) -> float:
 
 
 def result(state: State) -> Artefact:
-    """Global model, with the table of its network."""
-    return weights(state.network, state.model)
+    """Return the global model with the table of its network."""
+    return weights_artefact(state.network, state.model)
 
 
-def weights(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
-    """Result of a method that trains a network: each tensor under all of its names."""
-    return Artefact("weights", {"network": tensor_register.plain(network), **meta}, aliased(network, model))
+def weights_artefact(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
+    """Return a trained network as an artefact, with each tensor under all of its names."""
+    return Artefact(
+        "weights", {"network": tensor_register.without_register(network), **meta}, with_aliases(network, model)
+    )
 
 
-def aliased(network: Mapping[str, Any], model: Tensors) -> Tensors:
-    """The model with each tensor under all of its names."""
-    return tensor_register.of(network).aliased(model) if "register" in network else model
+def with_aliases(network: Mapping[str, Any], model: Tensors) -> Tensors:
+    """Return the model with each tensor under all of its names."""
+    return tensor_register.register_of(network).with_aliases(model) if "register" in network else model
 
 
 METHOD = Method(

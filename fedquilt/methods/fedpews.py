@@ -102,7 +102,7 @@ class Covered:
 
 
 def init(bundle: Bundle, params: Warmup, seed: int) -> State:
-    """Start with the plan of masks that `prepare` stored.
+    """Start from the bundle's model with the plan of masks that `fedquilt prepare` stored.
 
     Raises:
         ModelError: there is no plan, or nothing that can be masked, and `warmup` is not 0.
@@ -130,13 +130,13 @@ def send(state: State, device: DeviceView) -> Order:
     bundles = {"model": state.model, "plan": {"json": masks.to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = fedavg.order(state, bundles, trainings=2, anchors=anchors)
+    order = fedavg.training_order(state, bundles, trainings=2, anchors=anchors)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
 def full(state: State) -> Order:
     """Order training of the whole network."""
-    return fedavg.order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+    return fedavg.training_order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
 
 def _others(state: State, device: str) -> np.ndarray | None:

@@ -64,7 +64,7 @@ def send(state: fedpews.State, device: DeviceView) -> Order:
     neurons = mask_of(state, device.device)
     sent = masks.take(state.model, masks.covered(state.plan, neurons))
     bundles = {"model": sent, "plan": {"json": masks.to_array(state.plan)}}
-    order = fedavg.order(state, bundles, anchors=int(state.params["mu"] > 0))
+    order = fedavg.training_order(state, bundles, anchors=int(state.params["mu"] > 0))
     return replace(order, params={**order.params, "masked": True, "part": part_of(state, device.device)})
 
 

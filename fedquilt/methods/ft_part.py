@@ -40,13 +40,13 @@ class Params(ft_full.Params):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Freeze all but the last layers.
+    """Split the bundle's network into frozen first layers and trained last layers.
 
     Raises:
         ModelError: the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
-    found, last = begun.register.layers(), begun.register.head()
+    found, last = begun.register.parameters_by_layer(), begun.register.classifier()
     if last is None:
         raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]
@@ -58,7 +58,7 @@ def send(state: fedrep.State, device: DeviceView) -> Order | None:
     """Order training of the last layers, if the device's budget holds it."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
-    order = fedavg.order(whole, {"model": state.model, "own": state.own}, moved=state.model)
+    order = fedavg.training_order(whole, {"model": state.model, "own": state.own}, moved=state.model)
     counted = fedavg.at_once(whole, state.model)
     return ft_full.limited(order, light, device, ("torch", "numpy"), counted)
 
@@ -77,8 +77,8 @@ def check(task: Task, site: Site) -> EvaluationSums:
 
 
 def result(state: fedrep.State) -> Artefact:
-    """The whole network: its frozen layers are the same on all devices."""
-    return fedavg.weights(state.network, {**state.own, **state.model})
+    """Return the whole network. Its frozen layers are the same on all devices."""
+    return fedavg.weights_artefact(state.network, {**state.own, **state.model})
 
 
 METHOD = replace(

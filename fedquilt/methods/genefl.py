@@ -127,10 +127,10 @@ class Sum:
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start in the fingerprint phase, with all layers but the head to share."""
     begun = fedavg.init(bundle, params, seed)
-    found = units(begun.register)
+    found = layer_units(begun.register)
     first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
     known = {name for names in found.values() for name in names}
-    last = None if params.share_head else begun.register.head()
+    last = None if params.share_head else begun.register.classifier()
     shared = tuple(layer for layer in found if layer != last) or tuple(found)
     return State(
         params=begun.params,
@@ -146,12 +146,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     )
 
 
-def units(register: Register) -> dict[str, tuple[str, ...]]:
-    """Layer -> its parameters; those of a module around layers, such as a gain, go with the first layer called in it.
+def layer_units(register: Register) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of each layer. A module around layers goes with the first layer in it.
 
     By itself a gain of one number would always be among the smallest scores, and in the end all that is shared.
     """
-    found = register.layers()
+    found = register.parameters_by_layer()
     units = {layer: list(names) for layer, names in found.items()}
     for layer in found:
         inner = [each for each in found if each != layer and (not layer or each.startswith(f"{layer}."))]
@@ -175,7 +175,7 @@ def send(state: State, device: DeviceView) -> Order | None:
     bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
     model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
     plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
-    order = fedavg.order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
+    order = fedavg.training_order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
@@ -381,7 +381,7 @@ def explain(state: State) -> list[str]:
 
 
 def result(state: State) -> Artefact:
-    """Layers of every cluster, "0/conv1.weight" and so on. No network: each device has its own head."""
+    """Return the shared layers of every cluster as tensors "0/conv1.weight" and so on, without a network."""
     held = {
         f"{k}/{name}": array
         for k, told in enumerate(state.clusters)
@@ -390,7 +390,9 @@ def result(state: State) -> Artefact:
     }
     genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
     return Artefact(
-        "genes", {"network": tensor_register.plain(state.network), "genes": genes, "members": list(state.members)}, held
+        "genes",
+        {"network": tensor_register.without_register(state.network), "genes": genes, "members": list(state.members)},
+        held,
     )
 
 

@@ -75,8 +75,8 @@ def step(state: State, total: int | None) -> State:
 
 
 def result(state: State) -> Artefact:
-    """First model of the job: the devices' own are known to nobody else."""
-    return fedavg.weights(state.network, state.model, private=sorted(state.model))
+    """Return the job's first model. The devices' models never leave them."""
+    return fedavg.weights_artefact(state.network, state.model, private=sorted(state.model))
 
 
 METHOD = replace(

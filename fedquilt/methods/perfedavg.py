@@ -65,7 +65,7 @@ class Ahead:
 @same_for_all
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training at twice FedAvg's cost, with one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)
+    return fedavg.training_order(state, {"model": state.model}, trainings=2, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 
 def build(network: Mapping[str, Any]) -> nn.Module:
-    """Build a network with random weights, in training mode. Seed torch to repeat them.
+    """Return a network with random weights, in training mode. Seed torch to repeat the weights.
 
     Raises:
         ModelError: an unknown name, one that this board does not allow (`plugins.restrict`), or unfit settings.

@@ -67,8 +67,8 @@ def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
     return Plan(hidden, {}, follows)
 
 
-def why_whole(plan: Plan) -> str:
-    """Return which layers stay whole and what reads them, "" for none."""
+def describe_whole_layers(plan: Plan) -> str:
+    """Return a sentence on the layers that cannot be masked and what reads them, or ""."""
     some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not some:
         return ""
@@ -103,7 +103,7 @@ def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
     plan = from_array(bundle.load("masks")["json"])
     require(plan, model)
     if not plan.neurons:
-        why = why_whole(plan) or "it has no hidden layer"
+        why = describe_whole_layers(plan) or "it has no hidden layer"
         raise ModelError(f"no hidden neuron of this network can be left out, so that nothing can be masked: {why}")
     return plan
 

@@ -51,7 +51,7 @@ class Gates:
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
-        """Network with scores of its own, and gates before every layer that reads masked neurons."""
+        """Add scores to the network, and gates before each layer that reads masked neurons, and return it."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
@@ -60,7 +60,7 @@ class Gates:
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            for each in {each for _, each in tensor_register.sharers(module, path)}:
+            for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
                 each.register_forward_pre_hook(self._gate(follow))
         module.register_forward_pre_hook(self._sample)
         return module

@@ -1,7 +1,7 @@
 """Sub-models: a network's tensors cut by width or to some of its layers, and put back entry by entry.
 
 Which units hang together a plan of masks tells (`fedquilt.models.partial.masks`), for networks that torch.fx can trace.
-numpy only; torch is imported by `shrunk` alone.
+numpy only; torch is imported by `shrink_module` alone.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def _shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]
 # -- in torch -------------------------------------------------------------------------------------
 
 
-def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
-    """Module with tensors of the shapes of `start`: the narrower network itself, not one with zeros.
+def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
+    """Return the module with its tensors replaced by zeros of the shapes of `start`.
 
     Args:
         module: the whole network.

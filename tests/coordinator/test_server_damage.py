@@ -84,7 +84,7 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -
     task = hand.tasks[-1]
     assert task is not None
     blob = task.bundles["model"]
-    stage.store.depot.damaged(blob.sha256)
+    stage.store.depot.discard_damaged(blob.sha256)
     stage.play(6.0)
     assert stage.store.depot.has(blob)
 

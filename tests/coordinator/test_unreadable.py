@@ -165,7 +165,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     stage.play()
     (answered,) = stage.told(Answered)
     sha256 = answered.update.bundles["model"].sha256
-    stage.store.depot.file(sha256)  # a file of its own
+    stage.store.depot.verified_path(sha256)  # a file of its own
     stage.disk = bad = Bad(sha256)
     stage.restart()
     stage.play()
@@ -233,7 +233,7 @@ def apart(stage: Stage) -> str:
     files = {"model": tensors.encode(ones(7.0))}
     bundle.write(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
     job = stage.store.job(id).job
-    stage.store.remove([id])
+    stage.store.delete_runs([id])
     return stage.store.add(job, stage.folder / "apart")
 
 
@@ -294,7 +294,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     stage.play()
     (task,) = [task for task in a.tasks if task]
     base = task.bundles["model"].sha256
-    stage.store.depot.file(base)  # a file of its own
+    stage.store.depot.verified_path(base)  # a file of its own
     stage.disk = bad = Bad(base, left=0)
     bad.but = tmp_path / "bundle" / "blobs"
     stage.restart()
@@ -325,10 +325,11 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
 
 def test_failures_of_different_days_do_not_add_up() -> None:
     waiting, day_s = unreadable.Waiting(), 86_400.0
-    assert all(waiting.failed("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
+    assert all(waiting.record_failure("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
     again = 3 * day_s * unreadable.TRIES
     tried = [
-        waiting.failed("job", "a state", again + number * unreadable.AGAIN_S) for number in range(unreadable.TRIES)
+        waiting.record_failure("job", "a state", again + number * unreadable.AGAIN_S)
+        for number in range(unreadable.TRIES)
     ]
     assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
 

@@ -135,17 +135,17 @@ def test_one_odd_step_is_no_explosion():
     told: list[float] = []
     steps = training.Steps(20, Fit(batch=1, epochs=2), told.append)
     for loss in [0.1] * 5 + [50.0] + [0.1] * 14:
-        steps.took(loss, 1)
+        steps.add_step(loss, 1)
     assert steps.metrics() == {"loss": pytest.approx((50 + 1.9) / 20), "steps": 20.0}
     assert told[-1] == 0.5
     bad = training.Steps(3, Fit(batch=1), told.append)
     for loss in (30.0, 200.0, 250.0):  # at most 300
-        bad.took(loss, 1)
+        bad.add_step(loss, 1)
     worse = training.Steps(3, Fit(batch=1), told.append)
-    worse.took(0.5, 1)  # at most 10
-    worse.took(15.0, 1)
+    worse.add_step(0.5, 1)  # at most 10
+    worse.add_step(15.0, 1)
     with pytest.raises(UpdateError, match=r"the loss rose from 0\.5 to 10\.2 by step 3 of 3"):
-        worse.took(15.1, 1)  # the epoch is over
+        worse.add_step(15.1, 1)  # the epoch is over
 
 
 @both

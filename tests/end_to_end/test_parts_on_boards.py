@@ -58,7 +58,7 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
     link = MqttLink(Broker.parse(federation.broker), "fedquilt-coordinator-fleet")
     end_s, left = time.monotonic() + LIMIT_S, [killed] if killed else []
     with Store(home) as store:
-        id = requests.deploy(store, Plan("model", run, **SHARES), export.graph(store, run)[0])
+        id = requests.queue_rollout(store, Plan("model", run, **SHARES), export.graph(store, run)[0])
         assert store.lock()
 
         def done() -> bool:

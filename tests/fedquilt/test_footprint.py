@@ -152,11 +152,11 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: 
 
     network = {"name": "residual", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 8}}
     model = {name: value.numpy() for name, value in registry.build(network).state_dict().items()}
-    network |= toys.registered(network)
+    network |= toys.register_entry(network)
     table = {"batch": 16, "epochs": 1}
     moves = None if moved is None else {name: model[name] for name in moved}
     peaks = [
-        fedavg.order(fedavg.State(table, network, model, 1.0, each), {}, moved=moves).work.peak_bytes
+        fedavg.training_order(fedavg.State(table, network, model, 1.0, each), {}, moved=moves).work.peak_bytes
         for each in (0, 1000)
     ]
     assert peaks[1] - peaks[0] == examples * 1000
@@ -190,9 +190,9 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
 
     network = {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}}
     model = registry.build(network)
-    network |= toys.registered(network)
+    network |= toys.register_entry(network)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     trained, _ = footprint.weigh(model, torch.zeros(2, 3, 32, 32))
     state = fedavg.State({"batch": 32, "epochs": 1}, network, weights, 1.0, footprint.least_bytes(trained))
     (default,) = Fleet().budgets
-    assert budget.shortage("torch", fedavg.order(state, {}).work, size_bytes(default), None, {}) is None
+    assert budget.memory_shortage("torch", fedavg.training_order(state, {}).work, size_bytes(default), None, {}) is None

@@ -182,7 +182,7 @@ def outcome(path: Path, folder: Path) -> tuple[bool, str]:
     laid = folder / "model.onnx"
     laid.write_bytes(payload)
     order = CheckOrder(model=str(laid), out=str(folder), before=None, budget_bytes=3 * 10**9, data={}, timed_s=0.01)
-    found = check.carry_out(order)
+    found = check.run_check(order)
     return found.code == "ok", found.note if found.code == "ok" else found.reason
 
 

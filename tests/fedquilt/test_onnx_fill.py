@@ -45,8 +45,8 @@ def test_a_filled_graph_answers_as_the_network_with_these_tensors(network: dict[
     runtime = pytest.importorskip("onnxruntime", reason="graphs are run by it")
     from fedquilt.models.networks import onnx_file, registry
 
-    unfilled = onnx_file.unfilled(network)
-    assert unfilled == onnx_file.unfilled(network)
+    unfilled = onnx_file.write_without_weights(network)
+    assert unfilled == onnx_file.write_without_weights(network)
     model = registry.load(network, seed=3)
     held = {name: value.numpy() for name, value in model.state_dict().items()}
     assert onnx_fill.lacks(unfilled).keys() == {name for name, array in held.items() if array.dtype.kind == "f"}

@@ -184,6 +184,6 @@ def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared
     job = settings.parse({"name": "awkward", "method": name, "model": table_of(network), "params": more})
     if reason := REFUSED.get(name, {}).get(network):
         with pytest.raises(ModelError, match=re.escape(reason)):
-            prepare.whole(job, tmp_path)
+            prepare.prepare_and_check(job, tmp_path)
     else:
-        prepare.whole(job, tmp_path)
+        prepare.prepare_and_check(job, tmp_path)

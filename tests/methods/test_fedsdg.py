@@ -79,7 +79,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
     everything = fedavg.State(state.params, NETWORK, {**backbone, **state.model}, 0.0, 0)
-    most = fedavg.order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    most = fedavg.training_order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 
@@ -205,7 +205,7 @@ def test_fedlora_with_mu_stays_nearer_to_what_it_received() -> None:
 def test_the_three_groups_move_at_their_own_rates() -> None:
     """Adam's first step is its rate, whatever the gradient: 0.001 shared, 0.002 own, 0.03 gates, 0 the backbone."""
     task, site = asked(began(lr=0.001, lr_own=0.002, lr_gates=0.03, batch=1000))
-    before = fedsdg.own(task, site, site.load("backbone"))
+    before = fedsdg.load_own_branch(task, site, site.load("backbone"))
     answer = fedsdg.work(task, site)
     steps = {"shared": list(answer.bundles["delta"].values())}
     for name, leaves in (("own", lora.OWN), ("gate", (lora.GATE,))):
@@ -242,7 +242,7 @@ def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None
 def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
     """The same whenever it is asked, another for another device; B_p small, so that gates have a gradient."""
     state = began()
-    first, again, other = (fedsdg.own(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
+    first, again, other = (fedsdg.load_own_branch(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
     assert tensors.encode(first) == tensors.encode(again) != tensors.encode(other)
     noise = np.concatenate([first[name].ravel() for name in first if name.endswith("own_b")])
     assert 0.005 < noise.std() < 0.02

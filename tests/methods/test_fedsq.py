@@ -28,7 +28,7 @@ from fedquilt.core import (
 )
 from fedquilt.evaluation import metrics_of
 from fedquilt.methods import fedavg, fedprox, fedsq
-from fedquilt.testing.toys import files, play, registered
+from fedquilt.testing.toys import files, play, register_entry
 from fedquilt.testing.toys import given as delivered
 from fedquilt.tools.simulation import Member
 
@@ -44,7 +44,7 @@ METHOD = fedsq.METHOD
 
 def bundle(network: dict[str, Any] = RESIDUAL, **meta: Any) -> Bundle:
     start = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
-    facts = {"network": network, "flops": 100.0, **registered(network), **meta}
+    facts = {"network": network, "flops": 100.0, **register_entry(network), **meta}
     return Bundle(facts, files({"model": start}), lambda name: dict(start))
 
 

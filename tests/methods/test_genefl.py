@@ -14,7 +14,7 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.evaluation import metrics_of
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
-from fedquilt.testing.toys import given, learners, remembered, to_train
+from fedquilt.testing.toys import given, learners, remembered, toy_bundle
 from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.simulation import Member
 
@@ -26,7 +26,7 @@ DEEP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
 def bundle() -> Any:
     from fedquilt.edge_agent.engines import numpy_engine
 
-    return to_train(DEEP, numpy_engine.init(DEEP, 0))
+    return toy_bundle(DEEP, numpy_engine.init(DEEP, 0))
 
 
 def play(devices: list[Member] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:

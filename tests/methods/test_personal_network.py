@@ -12,7 +12,7 @@ import pytest
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, ModelError, Site, Task
 from fedquilt.evaluation import metrics_of
-from fedquilt.testing.toys import given, members, play, to_train
+from fedquilt.testing.toys import given, members, play, toy_bundle
 
 torch = pytest.importorskip("torch", reason="networks with batch normalisation and attention are torch's")
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
@@ -52,7 +52,7 @@ class Played:
             return answer
 
         first = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
-        self.first = to_train(network, first)
+        self.first = toy_bundle(network, first)
         known = {"epochs": 1, "batch": 6, "lr": 0.1, **params}
         self.states = play(
             name,

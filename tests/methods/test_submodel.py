@@ -109,7 +109,7 @@ def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
 def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
     """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
     first, last = run(name, bundle(), rounds=2)[::2]
-    at = depthfl.part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
+    at = depthfl.stages_part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
     sent = partial.width.add(first.model, None, partial.width.cut(first.model, at), at, 1.0)
     for key, array in first.model.items():
         apart = name != "depthfl" and key.rpartition(".")[2] in (

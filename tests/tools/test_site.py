@@ -159,5 +159,5 @@ def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Pat
             export(store, run, tmp_path / "out.safetensors")
         assert (store.home / "sites" / run).is_dir()
         store.set_status(run, "stopped")
-        housekeeping.remove(store, [run])
+        housekeeping.remove_runs(store, [run])
         assert not (store.home / "sites" / run).exists()

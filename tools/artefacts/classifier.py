@@ -62,7 +62,7 @@ class Classifier:
             self._file = Path(folder) / model.name
             self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
-        self._about = exported.read(self._engine.facts(self._file))
+        self._about = exported.read_metadata(self._engine.facts(self._file))
         found = labels or self._about.labels or _numbers(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
@@ -71,7 +71,7 @@ class Classifier:
                 f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
             )
         self.labels = list(found)
-        self._reading: DataSpec = reading.spec_of(self._about.reading, {"path": "."})
+        self._reading: DataSpec = reading.spec_with_settings(self._about.reading, {"path": "."})
 
     @property
     def image(self) -> Mapping[str, Any] | None:
@@ -131,8 +131,8 @@ class Classifier:
             return (".txt",)
         return image_file.SUFFIXES if self.image is not None else ()
 
-    def example(self, source: Path | bytes) -> np.ndarray:
-        """Read the example in a file as in training: an image, a recording or a text.
+    def read_example(self, source: Path | bytes) -> np.ndarray:
+        """Return the example in a file, read as in training: an image, a recording or a text.
 
         Args:
             source: A file, or the bytes of a file.
@@ -151,12 +151,12 @@ class Classifier:
         return image_file.read_image(source, self._reading.size, self._reading.depth)
 
     @property
-    def of_table(self) -> bool:
+    def takes_table_rows(self) -> bool:
         """Whether the network was trained on the rows of a table."""
         return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
 
-    def rows(self, file: Path) -> Examples:
-        """Read the examples in the rows of a table as in training, with their labels if the table has them.
+    def read_rows(self, file: Path) -> Examples:
+        """Return the examples in the rows of a table, with their labels if the table has them.
 
         Raises:
             DataError: If the table cannot be read, or a column is missing.
@@ -167,13 +167,13 @@ class Classifier:
         found = opener(file, spec, labelled=labelled)
         return Examples(found.take(np.arange(len(found.y))), found.y if labelled else None)
 
-    def uploaded_rows(self, data: bytes) -> Examples:
-        """Read the examples in the bytes of a CSV file, as `rows`."""
+    def read_uploaded_rows(self, data: bytes) -> Examples:
+        """Return the examples in the bytes of a CSV file, with their labels if it has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
             file.write(data)
             file.flush()
             try:
-                return self.rows(Path(file.name))
+                return self.read_rows(Path(file.name))
             except DataError as error:
                 raise DataError(str(error).replace(file.name, "the table")) from None
 
@@ -189,8 +189,8 @@ def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 
 
-def array(data: bytes) -> np.ndarray:
-    """The array of an .npy file's bytes.
+def read_array(data: bytes) -> np.ndarray:
+    """Return the array in the bytes of an .npy file.
 
     Raises:
         DataError: it is none, it holds something else than numbers, or not as many bytes as it states.
@@ -211,8 +211,8 @@ def array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, kind, offset=file.tell()).reshape(shape, order="F" if order else "C")
 
 
-def arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file's bytes, by name.
+def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
+    """Return the arrays in the bytes of an .npz file, by name.
 
     Args:
         data: the file.
@@ -228,7 +228,7 @@ def arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
                 raise DataError(f"an .npz of {len(found)} arrays: at most {ARRAYS_MOST} are read")
             if sum(each.file_size for each in found) > most_bytes:
                 raise DataError(f"the .npz unpacks to more than the {most_bytes} bytes that are allowed")
-            return {each.filename.removesuffix(".npy"): array(held.read(each)) for each in found}
+            return {each.filename.removesuffix(".npy"): read_array(held.read(each)) for each in found}
     except DataError:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base

@@ -65,7 +65,7 @@ DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of 
 
 
 def rehearse(job: Job, made: Bundle, folder: Path) -> None:
-    """Carry out rounds of a job on synthetic examples, then export, reload and run the result.
+    """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
 
     Args:
         job: Job whose method and parameters are tried. Passes over examples and phases are shortened.
@@ -76,7 +76,7 @@ def rehearse(job: Job, made: Bundle, folder: Path) -> None:
         ModelError: If the method cannot train the network or stitch the donors. Gives the reason.
     """
     method = methods.load(job.method)
-    engine = _engine(job, method)
+    engine = _make_engine(job, method)
     if engine is None:
         return
     if engine.name == "onnx":
@@ -92,7 +92,7 @@ def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engi
     by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
     count = max(3 if by_memory else 2, method.least(given))
-    held = synthetic(network, int(made.meta.get("outputs") or network.get("classes", 2)))
+    held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
     table = {
         "params": {**job.params, **_shortened(given, SHORT), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
@@ -103,8 +103,8 @@ def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engi
     what = f"{job.method} cannot train the network {network.get('name')!r}"
     with _one_thread(engine), _refusals(what, "change the network") as seen:
         members = [Member(f"dry-{number}", held, held) for number in range(count)]
-        last = _played(job, table, folder, members, _watched(method, seen), engine)
-        _reload(method, last, network, held, engine)
+        last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
+        _require_exportable(method, last, network, held, engine)
 
 
 def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
@@ -113,13 +113,13 @@ def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engin
         given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
     shorter = {**_shortened(given, SHORT_SEARCH), "completion": True, "random_features": PROJECTED}
     shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
-    held = synthetic({"input": stock.input}, len(stock.labels), SCORED, shape)
+    held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
     table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
     graphs = {name: bundle.file(folder, ref) for name, ref in made.files.items()}
     with _refusals(f"{job.method} cannot stitch these donors", "change the donors") as seen:
         _require_donors_run(stock, held.x[:EXAMPLES], lambda name, x: engine.run(graphs[name], x))
         members = [Member(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
-        last = _played(job, table, folder, members, _watched(method, seen), engine)
+        last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
         found = method.result(last)
         _reload_stitched(found.meta, found.tensors, stock, graphs, held)
         _reload_stitched(*stitched.to_artefact(_joined(last), stock), stock, graphs, held)
@@ -163,13 +163,13 @@ def _refusals(what: str, fix: str) -> Iterator[list[BaseException]]:
         yield seen
     except Exception as error:  # code of methods and networks from outside may raise anything
         raise ModelError(
-            f"{what}: {_reason(seen[0] if seen else error)} (found in a dry run on synthetic examples): {fix} or the "
-            "method's [params], or take another method"
+            f"{what}: {_error_text(seen[0] if seen else error)} (found in a dry run on synthetic examples): {fix} or "
+            "the method's [params], or take another method"
         ) from error
 
 
-def _engine(job: Job, method: Method) -> Any:
-    """Engine of the method that this machine has, with room for everything, or None."""
+def _make_engine(job: Job, method: Method) -> Any:
+    """Return an engine of the method that this machine has, with room for everything, or None."""
     with contextlib.suppress(ImportError):
         if "onnx" in method.engines:
             from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
@@ -184,10 +184,10 @@ def _engine(job: Job, method: Method) -> Any:
     return NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else None
 
 
-def synthetic(
+def draw_examples(
     network: Mapping[str, Any], outputs: int, count: int = EXAMPLES, shape: tuple[int, ...] | None = None
 ) -> Examples:
-    """Draw examples as devices store them for a network.
+    """Return random examples of the shape and kind that a network takes.
 
     Args:
         network: Table of the network.
@@ -213,8 +213,8 @@ def synthetic(
     return Examples(x, np.arange(count, dtype=np.int64) % outputs)
 
 
-def _watched(method: Method, seen: list[BaseException]) -> Method:
-    """The method, which notes what its parts raise."""
+def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
+    """Return the method with parts that also append to `seen` what they raise."""
 
     def watched(part: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -232,8 +232,8 @@ def _watched(method: Method, seen: list[BaseException]) -> Method:
     return replace(method, work=watched(method.work), fold=watched(method.fold), check=check, settle=settle)
 
 
-def _reload(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
-    """Write the result as an export does, read it and run it.
+def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
+    """Encode and decode a method's result as an export does, and evaluate it.
 
     Raises:
         UpdateError: a tensor of the result is not finite.
@@ -302,12 +302,13 @@ def _reload_stitched(
 
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "network.onnx"
-        file.write_bytes(export_onnx.stitched(meta, arrays, stock.blocks, graphs))
+        file.write_bytes(export_onnx.export_stitched(meta, arrays, stock.blocks, graphs))
         network = Classifier(file)
         network.scores(network.prepared(held.x[:EXAMPLES]))
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
+    """Return an error's text, with type, file and line if it is not fedquilt's own."""
     if isinstance(error, FedquiltError):
         return str(error)
     frame, (said, *_) = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]

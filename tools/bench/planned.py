@@ -205,7 +205,7 @@ def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any
                     longer = math.ceil(LONGER * rounds) if rule == "energy" else rounds
                     job, home = job_of(method, RULES[rule], seed, longer), Path(place)
                     if not (home / "bundle").exists():
-                        prepare.whole(job, home / "bundle")
+                        prepare.prepare_and_check(job, home / "bundle")
                     runs[rule].append(play(job, home / "bundle", home / rule.replace(" ", "-")))
                     progress.LINE.aside(f"{method}, {rule}, seed {seed}: done")
                 if (best := limit(job_of(method, RULES["energy"], seed, rounds), home / "bundle")) is not None:

@@ -66,7 +66,7 @@ class Dash:
             Route("/api/fleet", self._json(lambda r: pages.fleet(self._watch, _query(r)))),
             Route("/api/boards/{name}", self._json(lambda r: pages.board(self._watch, _word(r, "name"), _query(r)))),
             Route("/api/runs", self._json(lambda r: pages.runs(self._watch, _query(r)))),
-            Route("/api/runs/{run}", self._json(lambda r: pages.run(self._watch, _word(r, "run")))),
+            Route("/api/runs/{run}", self._json(lambda r: pages.run_values(self._watch, _word(r, "run")))),
             Route("/api/runs/{run}/why", self._json(lambda r: pages.reasons(self._watch, _word(r, "run"), _query(r)))),
             Route("/api/runs/{run}/report", self._report),
             Route("/api/runs/{run}/{what:str}", self._act, methods=["POST"]),
@@ -210,7 +210,7 @@ class Guarded:
 
         request = Request(scope)
         acts = request.method not in ("GET", "HEAD")
-        said = guard.refusal(request.headers, self._names, acts=acts)
+        said = guard.refusal_reason(request.headers, self._names, acts=acts)
         if said is None and len(scope.get("query_string", b"")) > MOST_QUERY:
             said = "so long a question has no answer here"
         if said is not None:

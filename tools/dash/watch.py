@@ -171,7 +171,7 @@ class Watch:
 
     def _all_boards(self) -> tuple[list[devices.Device], dict[str, int], list[str]]:
         found = devices.look(self.home)
-        counts = Counter(name for each in found for name in devices.states(each))
+        counts = Counter(name for each in found for name in devices.states_of(each))
         labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
         return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
 
@@ -256,7 +256,7 @@ class Watch:
     def _piece(self, found: Follower) -> int:
         count = 0
         for seq, at, fact in self._read().facts(found.row.id, found.seq, PIECE):
-            found.add(seq, at, fact)
+            found.add_fact(seq, at, fact)
             count += 1
         return count
 

@@ -65,20 +65,20 @@ class Server:
         self._lock = threading.Lock()
         limits = Limits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
         connections = Connections(limits) if connections is None else connections
-        self._http = HttpServer(host, port, self._serve, connections=connections, error_body=_error_body)
+        self._http = HttpServer(host, port, self._answer_request, connections=connections, error_body=_json_error_body)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that it listens at."""
+        """Host and port that the server listens at."""
         return self._http.address
 
     @property
     def url(self) -> str:
-        """Address that it listens at."""
+        """URL that the server listens at."""
         return self._http.url
 
     def start(self) -> None:
-        """Answer from now on, in threads."""
+        """Start to answer requests, in threads."""
         self._http.start()
 
     def close(self) -> None:
@@ -86,7 +86,8 @@ class Server:
         self._http.close()
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _counted_as_busy(self) -> Iterator[None]:
+        """Count a request in `busy` while the body runs."""
         with self._lock:
             self.busy += 1
         try:
@@ -125,10 +126,11 @@ class Server:
 
     # -- requests --
 
-    def _serve(self, exchange: Exchange) -> None:
-        with self._answering():
+    def _answer_request(self, exchange: Exchange) -> None:
+        """Send the result of a request as JSON, or its error with a status."""
+        with self._counted_as_busy():
             try:
-                status, found = 200, self._carry_out(exchange)
+                status, found = 200, self._result_of(exchange)
             except UnknownAnswerError as error:
                 status, found = 404, {"error": str(error)}
             except DataError as error:
@@ -143,12 +145,13 @@ class Server:
             headers = {"content-type": "application/json", "cache-control": "no-store"}
             exchange.answer(status, headers, msgspec.json.encode(found))
 
-    def _carry_out(self, exchange: Exchange) -> Any:
-        self._require_guest(exchange)
+    def _result_of(self, exchange: Exchange) -> Any:
+        """Return the result of a request to classify, to label or for health."""
+        self._require_own_page(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/classify":
                 with self.body_memory(exchange.connection.address) as reserve:
-                    return self._service.asked(exchange.read_body(BODY_MOST, reserve))
+                    return self._service.classify_bytes(exchange.read_body(BODY_MOST, reserve))
             case "POST", "/v1/label":
                 try:
                     label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_Label)
@@ -161,7 +164,7 @@ class Server:
             404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
         )
 
-    def _require_guest(self, exchange: Exchange) -> None:
+    def _require_own_page(self, exchange: Exchange) -> None:
         """Refuse what a browser sends for the page of another site.
 
         Raises:
@@ -171,11 +174,12 @@ class Server:
         called = headers.get("host", "").rpartition(":")[0].lower()
         by_browser = "origin" in headers or "sec-fetch-site" in headers
         acts = exchange.method == "POST" and by_browser
-        if guard.refusal(headers, (called,) if self._anywhere else (), acts=acts) is not None:
+        if guard.refusal_reason(headers, (called,) if self._anywhere else (), acts=acts) is not None:
             raise RefusedError(
                 403, "this comes from somebody else's page, or calls the runner by a name: use its address"
             )
 
 
-def _error_body(sentence: str) -> tuple[str, bytes]:
+def _json_error_body(sentence: str) -> tuple[str, bytes]:
+    """Return the content type and the bytes of an error as JSON."""
     return "application/json", msgspec.json.encode({"error": sentence})

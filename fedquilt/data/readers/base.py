@@ -82,8 +82,8 @@ def class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool =
     return f"{problem}: {fix}"
 
 
-def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
-    """Convert labels to the form of their task: see `Reader`.
+def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
+    """Return labels in the type and shape of their task: see `Reader`.
 
     Raises:
         DataError: another type or shape, or values that the task does not have.

@@ -134,7 +134,7 @@ class Workshop:
                 cache=f"{folder}/cache",
                 out=str(out),
             )
-            outcome = main.carry_out(order, self._bench)
+            outcome = main.run_order(order, self._bench)
             files = {path.name: path.read_bytes() for path in out.iterdir()}
         return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
 
@@ -159,10 +159,10 @@ class Truth:
     def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
         self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
         self.engine = shop.engine
-        self._same = (plan.codec, plan.rounds, plan.check, plan.name(number))
+        self._same = (plan.codec, plan.rounds, plan.check, plan.job_name(number))
         self.job: Job = settings.parse(
             {
-                "name": plan.name(number),
+                "name": plan.job_name(number),
                 "method": plan.method,
                 "rounds": plan.rounds,
                 "engine": self.engine,
@@ -276,7 +276,7 @@ def _scene(name: str) -> Scene:
     if name not in ("fedavg", "ditto"):
         return found
     network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
-    return replace(found, bundle=toys.to_train(network, numpy_engine.init(network, 0)))
+    return replace(found, bundle=toys.toy_bundle(network, numpy_engine.init(network, 0)))
 
 
 def _sha(payload: bytes) -> str:

@@ -51,23 +51,23 @@ def answer(device: str, round: int = 0) -> Answered:
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
     """And a wait that is over and begins again is a new one."""
     waiting, a, b = Waiting(), Wait("a", "a", "lost"), Wait("b", "b", "boards")
-    assert waiting.line(a, 0.0) is None
-    assert waiting.line(a, WAIT_SAID_S) == "waiting for a"
-    assert waiting.line(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
-    assert waiting.line(b, WAIT_SAID_S + 101) == "waiting for b"
-    assert waiting.line(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
-    assert waiting.line(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
-    assert waiting.line(None, 2000.0) is None
-    assert waiting.line(b, 2001.0) is None
-    assert waiting.line(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
+    assert waiting.line_due(a, 0.0) is None
+    assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
+    assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
+    assert waiting.line_due(b, WAIT_SAID_S + 101) == "waiting for b"
+    assert waiting.line_due(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line_due(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    assert waiting.line_due(None, 2000.0) is None
+    assert waiting.line_due(b, 2001.0) is None
+    assert waiting.line_due(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
 
 
 def test_a_wait_for_devices_at_work_is_told_later() -> None:
     """Every round has one: the slowest device is named once the others have waited for half a minute."""
     waiting, slow = Waiting(), Wait("c, at work", "c", "working")
-    assert waiting.line(slow, 0.0) is None
-    assert waiting.line(slow, WORK_SAID_S - 1) is None
-    assert waiting.line(slow, WORK_SAID_S) == "waiting for c, at work"
+    assert waiting.line_due(slow, 0.0) is None
+    assert waiting.line_due(slow, WORK_SAID_S - 1) is None
+    assert waiting.line_due(slow, WORK_SAID_S) == "waiting for c, at work"
 
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
@@ -105,14 +105,14 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
         def elsewhere(self, job: str) -> frozenset[str]:
             return frozenset()
 
-        def timed(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
+        def wall_clock_state(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
             return Job.rounds, now
 
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
         console.contact(link)  # type: ignore[arg-type]
-        console.wait(Server())  # type: ignore[arg-type]
+        console.report_waits(Server())  # type: ignore[arg-type]
     told = capsys.readouterr().out
     assert "waiting for its broker, which cannot be reached" in told
     assert "fedquilt doctor" in told
@@ -122,7 +122,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
     """How many are there, of which kind, and how many it takes."""
     state = begun(Cohort(size=3, min_devices=3))
-    wait = waits.waiting(state, ["torch", "numpy"], ["a"])
+    wait = waits.find_wait(state, ["torch", "numpy"], ["a"])
     assert wait is not None
     assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
 
@@ -132,7 +132,7 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
     codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
     state = apply(begun(Cohort(size=2, min_devices=2)), Surveyed(0, ("a",), codes), 1.0)
     for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
-        wait = waits.waiting(state, ["torch"], online)
+        wait = waits.find_wait(state, ["torch"], online)
         assert wait is not None
         assert wait.kind == "plugins"
         assert wait.text == (
@@ -141,16 +141,16 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
             "bbbb, and the job needs 1.0 aaaa: install the same content there"
         )
     few = apply(begun(Cohort(size=4, min_devices=4)), Surveyed(0, ("a",), codes), 1.0)
-    assert waits.waiting(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
+    assert waits.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     """Everybody has answered who could, and it is not enough before the deadline."""
     state = apply(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
-    assert waits.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
+    assert waits.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply(state, answer(device), 2.0)
-    wait = waits.waiting(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
+    wait = waits.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
     assert wait is not None
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
@@ -164,7 +164,7 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
 
     def told(able: str, busy: str = "") -> str | None:
-        wait = waits.waiting(state, ["torch"], able, frozenset(busy))
+        wait = waits.find_wait(state, ["torch"], able, frozenset(busy))
         return None if wait is None else wait.text
 
     assert told("") == "a, b, c, d, e and 2 more, offline"
@@ -182,7 +182,7 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
 
     def told(**board: Any) -> tuple[str, str]:
         known = {"d3": Board("d3", **board)}
-        wait = waits.waiting(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
+        wait = waits.find_wait(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
         assert wait is not None
         return wait.text, wait.kind
 

@@ -265,7 +265,7 @@ def told(facts: list[AnyFact], plan: Plan = PLAN) -> why.Parts:
     """Parts of devices by these facts."""
     made = why.Parts(plan)
     for fact in facts:
-        made.add(fact)
+        made.add_fact(fact)
     return made
 
 
@@ -303,7 +303,7 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) ->
         store.set_status(id, "running")
         for fact in (Started(BLOB), Surveyed(0, (), {"flooding": ("a", "b")}, {})):
             store.append(id, fact)
-        said = waits.of(store.job(id), store)
+        said = waits.describe_wait(store.job(id), store)
     assert said is not None
     assert "2 online, 2 not eligible (flooding)" in said
 

@@ -46,7 +46,7 @@ def sent() -> bytes:
         "own": {name: FIRST[name] for name in HEAD},
         "model": {name: array for name, array in FIRST.items() if name not in HEAD},
     }
-    return personal.encode(task, onnx_file.unfilled(NETWORK), bundles)
+    return personal.encode(task, onnx_file.write_without_weights(NETWORK), bundles)
 
 
 class Place:
@@ -66,7 +66,7 @@ class Place:
     def checked(self, parted: Parted, **changes: Any) -> Outcome:
         given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
         order = CheckOrder(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
-        return check.carry_out(order)
+        return check.run_check(order)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def order(model: str, before: str | None = None, **changes: object) -> CheckOrde
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     """Accuracy is of the held-out share: a network with some classes turned is right for the others."""
     events: list[Event] = []
-    found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5))), events.append)
+    found = check.run_check(order(laid("new", network()), laid("old", network(turned=5))), events.append)
     assert (found.code, found.reason) == ("ok", "")
     told = found.metrics
     assert told["accuracy"] > 0.85
@@ -66,7 +66,7 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
 )
 def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data: dict, said: str) -> None:
     """Inputs of another shape, other classes, and data that are not there."""
-    found = check.carry_out(order(laid("new", network(**made)), data=board_data(**data)))
+    found = check.run_check(order(laid("new", network(**made)), data=board_data(**data)))
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
@@ -76,7 +76,7 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
     """A table's classes have names, which a model may have too."""
     (tmp_path / "own.csv").write_text("a,b,y\n" + "1,2,day\n2,3,night\n" * 4)
-    found = check.carry_out(
+    found = check.run_check(
         order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
     )
     assert found.code == "model"
@@ -85,7 +85,7 @@ def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path)
 
 def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
     """A board that serves and has no labelled examples."""
-    found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5)), data={}))
+    found = check.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
     assert found.metrics.keys() == {"latency_s"}
     verdict = judged(Limits(min_gain=-0.01), found, None)
     assert verdict.refused == ""
@@ -94,14 +94,14 @@ def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"no graph", network()[:-100]])
 def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> None:
-    found = check.carry_out(order(laid("new", payload)))
+    found = check.run_check(order(laid("new", payload)))
     assert (found.code, found.metrics) == ("model", {})
     assert "cannot be run" in found.reason
 
 
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
     """The check ends before anything is loaded."""
-    found = check.carry_out(order(laid("new", network()), budget_bytes=60_000_000))
+    found = check.run_check(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "budget"
     assert "raise it" in found.reason
 
@@ -133,7 +133,7 @@ def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
     laid: Laid, made: Callable[[], Any], guess: tuple[int, ...]
 ) -> None:
     """The board has no data; what it ran the model on stands in its note."""
-    found = check.carry_out(order(laid("new", made().SerializeToString()), data={}))
+    found = check.run_check(order(laid("new", made().SerializeToString()), data={}))
     assert (found.code, found.reason) == ("ok", "")
     assert found.metrics["latency_s"] > 0
     assert f"it was run on an example of the shape {guess}, a guess" in found.note
@@ -142,9 +142,9 @@ def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
 def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
     """No guess is needed, and one that the graph does not take refuses the model."""
     model = laid("new", made_graphs.product(["n", "a", "b"], nodes=identity(-1, 5 * 7), size=35).SerializeToString())
-    found = check.carry_out(order(model, data={}, input_shape=(5, 7)))
+    found = check.run_check(order(model, data={}, input_shape=(5, 7)))
     assert (found.code, found.note) == ("ok", "accuracy was not measured: this device has no [data]")
-    found = check.carry_out(order(model, data={}, input_shape=(5, 8)))
+    found = check.run_check(order(model, data={}, input_shape=(5, 8)))
     assert found.code == "model"
     assert "reshaped to the requested shape" in found.reason
 
@@ -153,7 +153,7 @@ def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
 def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None) -> None:
     """5 x 7 is no shape that anybody guesses, and of an unknown number of axes none is guessed."""
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
-    found = check.carry_out(order(model, data={}))
+    found = check.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
     assert judged(Limits(), found, None).refused.startswith("its check failed: it was not run")
     assert "deploy it with --input-shape" in found.reason
@@ -171,7 +171,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
 ) -> None:
     """A detector's boxes, and a sequence whose first axis is time."""
     made = made_graphs.product(["n", 12], nodes=nodes, output=made_graphs.value("y", output))
-    found = check.carry_out(order(laid("new", made.SerializeToString()), data={}))
+    found = check.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
     assert ": deploy a network" in found.reason or ": export it" in found.reason
@@ -228,7 +228,7 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
     """trtexec is told the sizes of the first axis; an engine has its name once it is whole."""
     body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
     model = laid("new", network())
-    found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
+    found = check.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
     assert (found.code, found.note) == ("ok", "")
     built = Path(model).with_name("model.engine").read_text()
     assert f"--onnx={model}" in built
@@ -249,6 +249,6 @@ def test_a_failure_of_tensorrt_is_told_and_harmless(
 ) -> None:
     """A model without an engine of TensorRT is served by ONNX Runtime."""
     model = laid("new", network())
-    found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
+    found = check.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
     assert (found.code, found.note) == ("ok", note)
     assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]

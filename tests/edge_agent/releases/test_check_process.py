@@ -35,7 +35,7 @@ class Place:
         models = ModelSettings(folder=str(folder / "srv"))
         values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
         self.settings = AgentSettings(device="d", home=str(home), **values)
-        self.worker = ChildWorker(0.0, start.command(home / confine.CHECK), private=home / confine.CHECK)
+        self.worker = ChildWorker(0.0, start.check_command(home / confine.CHECK), private=home / confine.CHECK)
         self.models = Models(self.settings, Board(), self.worker)
         self.blob = folder / "blob"
 

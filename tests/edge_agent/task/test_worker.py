@@ -50,7 +50,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
 
 def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Place) -> None:
     """As an agent starts it: what it gives up, no task needs."""
-    with child() as worker, child(confine.command(place.folder)) as confined:
+    with child() as worker, child(confine.task_command(place.folder)) as confined:
         free, held = carried_out(worker, place.order()), carried_out(confined, place.order())
     assert (held.code, held.reason) == ("ok", "")
     assert held.bundles == free.bundles
@@ -149,7 +149,7 @@ def test_what_goes_wrong_inside_is_an_outcome_with_a_code_and_a_sentence(
     order = place.order(method, **changes)
     methods.__path__.append(str(place.folder / "methods"))
     try:
-        outcome = program.carry_out(order, program.Bench())
+        outcome = program.run_order(order, program.Bench())
     finally:
         methods.__path__.remove(str(place.folder / "methods"))
         sys.modules.pop(f"fedquilt.methods.{method}", None)

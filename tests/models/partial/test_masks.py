@@ -137,7 +137,7 @@ def network(name: str) -> tuple[Any, Any, Plan]:
         for value in module.state_dict().values():
             if value.is_floating_point() and value.ndim == 1:
                 value.add_(0.1 + 0.3 * torch.rand(value.shape, generator=torch.Generator().manual_seed(len(value))))
-    plan = trace.plan(module)
+    plan = trace.trace_plan(module)
     masks.require(plan, {key: value.numpy() for key, value in module.state_dict().items()})
     return torch, module, plan
 
@@ -177,7 +177,7 @@ def test_the_toy_networks_plan_is_the_traced_one() -> None:
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import trace
 
-    assert trace.plan(registry.build(MLP)) == MLP_MASKS
+    assert trace.trace_plan(registry.build(MLP)) == MLP_MASKS
 
 
 def test_channels_that_are_added_share_a_mask() -> None:
@@ -204,7 +204,7 @@ def test_the_papers_networks_have_the_neurons_it_counts() -> None:
     from fedquilt.models.partial import trace
 
     module = registry.build({"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4})
-    plan = trace.plan(module)
+    plan = trace.trace_plan(module)
     assert plan.neurons == 256
     assert sum(value.numel() for value in module.parameters()) == 14_884
     assert masks.to_bits(np.ones(256, bool)).nbytes == 32
@@ -229,12 +229,12 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
 
     line = Odd.forward.__code__.co_firstlineno + 1
     with pytest.raises(ModelError, match=rf"network's own forward\(\) \(Odd, test_masks.py, line {line}\) stops"):
-        trace.plan(Odd())
+        trace.trace_plan(Odd())
     inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), Odd()))
     with pytest.raises(
         ModelError, match=rf"module '1.1' \(Odd, test_masks.py, line {line}\) stops torch.fx: .*rewrite"
     ):
-        trace.plan(inner)
+        trace.trace_plan(inner)
 
 
 def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
@@ -243,7 +243,7 @@ def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
     from fedquilt.models.partial import trace
 
     made = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
-    plan = trace.plan(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3)))
+    plan = trace.trace_plan(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3)))
     assert (plan.widths, plan.follows, plan.whole) == ({}, {}, {"0": "2"})
 
 

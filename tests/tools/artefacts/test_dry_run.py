@@ -21,7 +21,7 @@ import torch
 from fedquilt.models.networks import registry
 from fedquilt.models.stitching import export_onnx
 from fedquilt.tools.artefacts import dry_run
-from fedquilt.tools.artefacts.prepare import prepare, whole
+from fedquilt.tools.artefacts.prepare import prepare, prepare_and_check
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
@@ -64,13 +64,13 @@ def test_a_stitched_network_and_a_joint_head_are_exported_and_run_before_a_devic
 ) -> None:
     """The result, then several taps under one head where heads are solved."""
     seen: list[int] = []
-    export = export_onnx.stitched
+    export = export_onnx.export_stitched
 
     def noted(meta: Any, *given: Any) -> bytes:
         seen.append(len(meta["taps"]))
         return export(meta, *given)
 
-    monkeypatch.setattr(export_onnx, "stitched", noted)
+    monkeypatch.setattr(export_onnx, "export_stitched", noted)
     rehearse(prepared, params)
     assert len(seen) == 2
     assert (seen[1] > 1) == joins
@@ -79,13 +79,13 @@ def test_a_stitched_network_and_a_joint_head_are_exported_and_run_before_a_devic
 def test_labels_that_no_example_has_do_not_fail_a_dry_run(tmp_path: Path) -> None:
     """Of 12 labels, 8 synthetic examples have 8: the other four score -inf."""
     table = job({"name": "p", "network": PLAIN}, labels=[f"label {number}" for number in range(12)])
-    whole(settings.parse(table), tmp_path)
+    prepare_and_check(settings.parse(table), tmp_path)
 
 
 def test_donors_of_time_series_are_stitched_in_a_dry_run(tmp_path: Path) -> None:
     """Two donors of 20 steps of 3 channels."""
     donors = [{"name": name, "network": SERIES, "seed": seed} for seed, name in enumerate("ab")]
-    whole(settings.parse(job(*donors, input={"std": [2.0]})), tmp_path)
+    prepare_and_check(settings.parse(job(*donors, input={"std": [2.0]})), tmp_path)
 
 
 def test_a_donor_whose_weights_are_not_finite_is_refused_by_donor_and_block(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_donor_whose_weights_are_not_finite_is_refused_by_donor_and_block(tmp_
         {"name": "p", "network": PLAIN}, {"name": "r", "network": RESIDUAL, "weights": str(tmp_path / "broken.pt")}
     )
     with pytest.raises(ModelError, match=r"donor 'r': block r\.3 returns numbers that are not finite"):
-        whole(settings.parse(table), tmp_path / "out")
+        prepare_and_check(settings.parse(table), tmp_path / "out")
 
 
 def test_a_donor_for_batches_of_one_size_is_refused_by_donor_and_block(
@@ -118,7 +118,7 @@ def test_a_donor_for_batches_of_one_size_is_refused_by_donor_and_block(
     monkeypatch.chdir(tmp_path)
     table = job({"name": "two", "network": {"name": "two_at_once_net:net"}, "cuts": ["first"]})
     with pytest.raises(ModelError, match=r"donor 'two': block two\.1 does not run on 1 example.*batch size"):
-        whole(settings.parse(table), tmp_path / "out")
+        prepare_and_check(settings.parse(table), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_method_that_needs_a_trace_names_the_module_that_stops_it(
     model = {"name": "gated_net:net", "inputs": 6, "classes": 3}
     table = {"name": "s", "method": method, "model": model, "params": {"encoder": 0.0} if method == "fedlps" else {}}
     with pytest.raises(ModelError, match=r"module '1' \(Gate, gated_net.py, line 8\) stops torch.fx: .*rewrite"):
-        whole(settings.parse(table), tmp_path / "out")
+        prepare_and_check(settings.parse(table), tmp_path / "out")
 
 
 def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
@@ -178,7 +178,7 @@ def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
     torch.set_num_threads(2)
     try:
         model = {**RESIDUAL, "input": {"channels": 1, "size": 8}}
-        whole(settings.parse({"name": "s", "method": "fedavg", "model": model}), tmp_path)
+        prepare_and_check(settings.parse({"name": "s", "method": "fedavg", "model": model}), tmp_path)
         assert (seen, torch.get_num_threads()) == ({1}, 2)
     finally:
         torch.set_num_threads(before)

@@ -166,7 +166,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
 
     network.scores = slowly  # type: ignore[method-assign]
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set()))
-    with runner._listening(service, ("127.0.0.1", 0), anywhere=False) as url:
+    with runner._serve_http(service, ("127.0.0.1", 0), anywhere=False) as url:
         thread = threading.Thread(target=ask, args=(url,))
         thread.start()
         begun.wait()

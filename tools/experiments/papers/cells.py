@@ -123,7 +123,7 @@ def start(code: str, table: dict[str, Any], before: Pretrain | None, folder: Pat
         file = folder / "weights.safetensors"
         file.write_bytes(tensors.encode(pretrained(code, table, before)))
         table = merged(table, {"model": {"weights": str(file)}})
-    prepare.whole(settings.parse(table), folder / "bundle")
+    prepare.prepare_and_check(settings.parse(table), folder / "bundle")
 
 
 def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
@@ -150,7 +150,7 @@ def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
     if not wanted.new_head:
         return found
     register = tensor_register.of_table(network)
-    last = register.modules([register.head() or ""])
+    last = register.tensors_of_modules([register.classifier() or ""])
     return {name: value if name in last else found[name] for name, value in fresh(seed + 1000).items()}
 
 
