@@ -49,7 +49,7 @@ ALL, ONE = tuple(awkward.NETWORKS), (1,) * 5
 TRACED = {  # refusals of methods that follow single units
     "shared": "'2.0'",
     "moving_average": "'1'",
-    "tokens": "cannot be traced ('len' is not supported",
+    "tokens": "'len' is not supported",
     "typed": "'first'",
     "normalised": "'first'",
 }
@@ -66,7 +66,7 @@ REFUSED: dict[str, Mapping[str, str]] = {
         "tied": "'second.weight'",
         "shared": "'2.0.weight'",
         "moving_average": "'2.mean_ema'",
-        "tokens": "cannot be traced ('len' is not supported",
+        "tokens": "'len' is not supported",
         "typed": "'level'",
     },
 }

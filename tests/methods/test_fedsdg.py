@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedsdg_runs import ENGINE, LAYERS, NETWORK, QUICK, WEIGHTS, Played, asked, began, bundle
+from fedsdg_runs import ENGINE, LAYERS, QUICK, WEIGHTS, Played, asked, began, bundle
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, JobError, ModelError
@@ -78,7 +78,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
     order = method.send(state, DeviceView("a", None))
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
-    everything = fedavg.State(state.params, NETWORK, {**backbone, **state.model}, 0.0, 0)
+    everything = fedavg.State(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
     most = fedavg.training_order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 

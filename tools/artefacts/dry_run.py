@@ -111,7 +111,8 @@ def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engin
     stock, given = stitched.stock(made.meta), params(job)
     if getattr(given, "mode", "") == "paper":
         given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
-    shorter = {**_shortened(given, SHORT_SEARCH), "completion": True, "random_features": PROJECTED}
+    shorter = _shortened(given, SHORT_SEARCH)
+    shorter |= {n: v for n, v in {"completion": True, "random_features": PROJECTED}.items() if hasattr(given, n)}
     shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
     held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
     table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
@@ -122,7 +123,8 @@ def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engin
         last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
         found = method.result(last)
         _reload_stitched(found.meta, found.tensors, stock, graphs, held)
-        _reload_stitched(*stitched.to_artefact(_joined(last), stock), stock, graphs, held)
+        if hasattr(last, "candidates"):  # AFL solves one head for one donor
+            _reload_stitched(*stitched.to_artefact(_joined(last), stock), stock, graphs, held)
 
 
 def _shortened(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,11 +162,11 @@ def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwh
     depot = Depot(tmp_path)
     ref = depot.put(b"x" * 100)
     with monkeypatch.context() as patch:
-        for name in ("read", "pieces"):
+        for name in ("read", "read_pieces"):
             patch.setattr(Disk, name, raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(StoreError, match=f"cannot read blob {ref.sha256[:12]} in .*: Input/output error"):
             opens(depot, ref.sha256)
-        for name in ("read", "pieces"):
+        for name in ("read", "read_pieces"):
             patch.setattr(Disk, name, raising(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
         assert opens(depot, ref.sha256) is None
     assert opens(depot, ref.sha256) is not None
