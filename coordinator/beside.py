@@ -125,7 +125,7 @@ class Beside:
         return min(deadline_s + max(map(self._executor.held_s, self._offered), default=0.0), latest_s)
 
     def waits(self, now_s: float) -> bool:
-        """Whether the round waits past its deadline; those who are in time go before any whose own time is over."""
+        """Return whether the round waits past its deadline. Let devices in time transfer before late ones."""
         deadline_s = self._due_s
         if not deadline_s <= now_s < self.deadline_s(now_s) or rounds.full(self._served.job.rounds):
             return False

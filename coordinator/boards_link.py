@@ -279,7 +279,7 @@ class NotedLink(OverLink):
         self._noted.mark_quiet(device)
 
     def due_s(self, now_s: float) -> float:
-        """See `OverLink`; what is known of boards is stored when it is due."""
+        """Store due changes of devices, and return the next time at which something is due."""
         self._noted.contact(self._link.connected)
         due_s = super().due_s(now_s)
         for device, waits in self._transfers.queue.take_news().items():

@@ -111,7 +111,7 @@ class Executor(Protocol):
         ...
 
     def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
-        """Give a device what it shall run, for the first time or again, and let it fetch the blob; None: nothing.
+        """Send a release to a device and let it fetch the blob, or clear its release if `release` is None.
 
         Raises:
             JobError, WireError: it cannot be sent, or devices of this kind run no releases.
@@ -300,7 +300,7 @@ class OverLink:
         return self._transfers.queue.held_s(device)
 
     def give_way(self, device: str, now_s: float) -> None:
-        """See `Executor`; what has come of its blobs is kept."""
+        """Let other devices transfer first, and keep the bytes received so far."""
         self._transfers.give_way(device, now_s)
 
     @property

@@ -100,7 +100,7 @@ def remove_expired_runs(store: Store, retention: Retention, now: float) -> list[
 
 
 def _ended(row: Row | Unreadable, log: Log | None) -> float:
-    """Wall-clock seconds of a run's last fact; of one whose log is empty or damaged: when it was queued."""
+    """Return the wall-clock time of a run's last event, or of its queueing if the log is empty or damaged."""
     return row.created if log is None or not log.whole or log.at is None else log.at
 
 

@@ -22,7 +22,13 @@ from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds
 from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import needs, require_made_for
-from fedquilt.coordinator.round_metrics import add_up, average, explain_evaluation, explain_unchanged_loss, missing
+from fedquilt.coordinator.round_metrics import (
+    add_up,
+    average_metrics,
+    explain_evaluation,
+    explain_missing_metrics,
+    explain_unchanged_loss,
+)
 from fedquilt.coordinator.rounds import on_process_clock, restart_event
 from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
@@ -222,7 +228,7 @@ class Running:
         return () if everybody and fact.round else tuple(tiers.lines(found, order.work))
 
     def unfit(self, update: Update, profile: Profile | None = None) -> str:
-        """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
+        """Return why an update's manifest does not fit the running round, or "" if it fits or is of another."""
         if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
             return ""
         if self._manifests is None:
@@ -344,11 +350,11 @@ class Running:
         spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, rounds.round)
-        means = average(updates)
+        means = average_metrics(updates)
         if "work" in rounds.actions and not rounds.settling and "loss" in means:
             self._losses[rounds.counted] = means["loss"]
         told = caveat, short, explain_unchanged_loss(self._losses, self.job.params.get("lr"))
-        explained = (*missing(updates, means), *explain_evaluation(updates))
+        explained = (*explain_missing_metrics(updates, means), *explain_evaluation(updates))
         fact = Committed(
             round=rounds.round,
             state=summing.stored(self._store.depot, *tensors.parts(state)),

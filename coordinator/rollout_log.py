@@ -116,7 +116,7 @@ class RolloutLog:
             return self._all()[1]
 
     def find(self, rollout: str = "") -> Kept:
-        """A rollout by its id, or by what it brings (a run, a version), the latest then; "": the latest of all.
+        """Return the latest rollout with this id, run or version, or the latest of all for "".
 
         Raises:
             StoreError: there is none.

@@ -284,7 +284,7 @@ def hindrance(plan: Plan, profile: Profile) -> str:
     """Why a device that says so cannot take a release, so that it is offered none and does not count; "": it can."""
     if plan.kind == "agent":
         return UNABLE if UPGRADES in profile.versions else ""
-    return "" if plan.versions is None else onnx_format.version_hindrance(plan.versions, profile.versions)
+    return "" if plan.versions is None else onnx_format.unsupported_versions(plan.versions, profile.versions)
 
 
 def left_out(plan: Plan, profiles: Mapping[str, Profile]) -> dict[str, str]:

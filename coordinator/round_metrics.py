@@ -1,4 +1,4 @@
-"""What a round's updates say together: the sum of their evaluations, and means of their training metrics."""
+"""Sum of the evaluations of a round, and means of its training metrics."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def _counted(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
     return [(device, sums) for device, sums in found if (sums.task, sums.outputs) == usual]
 
 
-def average(updates: Collection[Update]) -> dict[str, float]:
+def average_metrics(updates: Collection[Update]) -> dict[str, float]:
     """Average the training metrics that most devices report, weighted by the examples behind them.
 
     A metric of fewer devices is theirs alone and not the round's. A metric without examples, or whose sum is not
-    finite, is left out, as `missing` explains.
+    finite, is left out, as `explain_missing_metrics` says.
     """
     told: dict[str, list[tuple[float, float]]] = {}
     for update in sorted(updates, key=lambda update: update.device):
@@ -71,12 +71,12 @@ def average(updates: Collection[Update]) -> dict[str, float]:
     return {name: value for name, value in result.items() if math.isfinite(value)}
 
 
-def missing(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
+def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
     """Explain which metrics of the devices have no value in the round's metrics.
 
     Args:
         updates: Updates of the round.
-        found: Result of `average` for them.
+        found: Result of `average_metrics` for them.
     """
     names = Counter(name for update in updates for name in update.metrics)
     lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()

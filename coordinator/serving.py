@@ -263,7 +263,7 @@ class Serving:
     # -- actions --
 
     def _act(self, action: admission.Action, now_s: float) -> None:
-        """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
+        """Carry out an action. If others can see its effect, do so after its events are written."""
         if self._desk.later is None or type(action) in AT_ONCE:
             self.carry_out(action, now_s)
         else:

@@ -190,7 +190,7 @@ def confusion(sums: EvaluationSums) -> list[list[int]] | None:
 
 
 def inconsistency(sums: EvaluationSums) -> str:
-    """Return what no evaluation can have come to, or "" if there is nothing of the kind."""
+    """Return which sums contradict each other, or "" if an evaluation can have these sums."""
     if not sums.examples:
         return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums of no example"
     every = [sums.loss, sums.absolute, *sums.squares, *sums.targets, *sums.target_squares]
@@ -223,12 +223,12 @@ def _odd_errors(sums: EvaluationSums) -> str:
         return "counts of classes, and its task is 'regression'"
     if (len(sums.squares), len(sums.targets), len(sums.target_squares)) != (detailed or 1, detailed, detailed):
         return f"sums of another number of outputs than {sums.outputs}"
-    squares, absolute = [exact(each) for each in sums.squares], exact(sums.absolute)
+    squares, absolute = [exact_fraction(each) for each in sums.squares], exact_fraction(sums.absolute)
     most = sums.examples * sums.outputs * sum(squares) * SLACK
     if min(squares) < 0 or absolute < 0 or absolute**2 > most:
         return "errors whose sum and sum of squares contradict each other"
     if any(
-        exact(each) ** 2 > sums.examples * exact(square) * SLACK
+        exact_fraction(each) ** 2 > sums.examples * exact_fraction(square) * SLACK
         for each, square in zip(sums.targets, sums.target_squares, strict=True)
     ):
         return "targets whose sum and sum of squares contradict each other"
@@ -381,15 +381,17 @@ def _r2(sums: EvaluationSums) -> float | None:
     """Return the mean R² over outputs whose targets vary, or None if none does."""
     left = []
     for errors, targets, squares in zip(sums.squares, sums.targets, sums.target_squares, strict=False):
-        spread = sums.examples * exact(squares) - exact(targets) ** 2  # exact: no cancellation, however large the mean
+        spread = (
+            sums.examples * exact_fraction(squares) - exact_fraction(targets) ** 2
+        )  # exact: no cancellation, however large the mean
         if spread > 0:
-            left.append(sums.examples * exact(errors) / spread)
+            left.append(sums.examples * exact_fraction(errors) / spread)
     try:
         return 1 - _mean([float(each) for each in left]) if left else None
     except OverflowError:
         return None
 
 
-def exact(numbers: tuple[float, ...]) -> Fraction:
+def exact_fraction(numbers: tuple[float, ...]) -> Fraction:
     """Return the sum of the numbers without rounding."""
     return sum(map(Fraction, numbers), Fraction())

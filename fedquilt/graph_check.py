@@ -89,20 +89,20 @@ class Value(NamedTuple):
 
 
 def fits(given: Sequence[int], wanted: Shape) -> bool:
-    """Whether an array of this shape is what a graph declares."""
+    """Return whether an array of this shape fits a declared shape."""
     return wanted is None or (
         len(given) == len(wanted) and all(size in (None, own) for own, size in zip(given, wanted, strict=True))
     )
 
 
 def format_shape(shape: Shape) -> str:
-    """A declared shape as text: "(3, any, any)"."""
+    """Return a declared shape as text, such as "(3, any, any)"."""
     return "any" if shape is None else f"({', '.join('any' if size is None else str(size) for size in shape)})"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What a checked graph says of itself."""
+    """Metadata, size, versions, inputs and outputs of a checked graph."""
 
     metadata: Mapping[str, str]
     weight_bytes: int  # of its initializers, inside and beside it

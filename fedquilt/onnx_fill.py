@@ -135,7 +135,7 @@ def read_whole(path: Path) -> Pieces:
     """
     try:
         data = mapped(path)
-        found = _Beside(path.parent, len(data)).put_in(data, MODEL)
+        found = _TensorFiles(path.parent, len(data)).inline(data, MODEL)
     except ProtobufError as error:
         raise ModelError(f"{path.name}: it is no ONNX file as fedquilt writes them: {error}") from None
     except ModelError as error:
@@ -154,15 +154,15 @@ _INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a messa
 
 
 @dataclass
-class _Beside:
-    """The folder of a graph, and the bytes that the whole file has so far."""
+class _TensorFiles:
+    """Files beside a graph that hold numbers of its tensors, and the bytes of the whole model so far."""
 
     folder: Path
     size: int
     reader: Reader = field(default_factory=Reader)
 
-    def put_in(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
-        """A message with the numbers of its tensors inside; the message itself if it has them."""
+    def inline(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
+        """Return a message with the numbers of its tensors inside, or the same message if nothing was outside."""
         if depth > MESSAGES_MOST:
             raise ModelError(f"graphs lie within graphs more than {DEPTH_MOST} deep")
         fields = self.reader.message(data, schema, "the graph")
@@ -171,7 +171,7 @@ class _Beside:
         made: dict[str, Sequence[int | memoryview | Pieces]] = dict(fields)
         for name in _INNER.keys() & fields.keys():
             made[name] = [
-                piece if isinstance(piece, int) else self.put_in(piece, _INNER[name], depth + 1)
+                piece if isinstance(piece, int) else self.inline(piece, _INNER[name], depth + 1)
                 for piece in fields[name]
             ]
         changed = any(new is not old for name in fields for new, old in zip(made[name], fields[name], strict=True))

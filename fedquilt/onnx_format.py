@@ -151,8 +151,8 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 """Release of ONNX Runtime -> greatest opset and IR version that it and later ones load. The last one is the newest."""
 
 
-def version_hindrance(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Why a device's ONNX Runtime cannot load a graph; "": it can, or this is not known here.
+def unsupported_versions(graph: Versions, libraries: Mapping[str, str]) -> str:
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or its limits are unknown.
 
     Args:
         graph: Versions of the graph.

@@ -164,7 +164,7 @@ def _job(run: str) -> str:
 
 
 def _serves(reading: Reading) -> str:
-    """What its model runner tells; "": there is none that does."""
+    """Return the answers, drift and accuracy of the model runner as text, or "" without a runner."""
     if reading.served is None and reading.drift is None and reading.accuracy is None:
         return ""
     parts = [] if reading.served is None else [f"{reading.served} answers"]

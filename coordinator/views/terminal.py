@@ -165,7 +165,7 @@ class Console:
             self.say(f"{job.id}: {first}" if self._named else first, *more)
 
     def rolled(self, rollout: Rollout, fact: rollouts.AnyFact) -> None:
-        """Print a fact of a rollout; what single boards say of it only if every fact is printed, or they failed."""
+        """Print an event of a rollout. Print a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rollouts.Heard) or fact.phase in rollouts.FAILED:
             self.say(f"{rollout.id}: {rollout_view.sentence(rollout, fact)}")
 

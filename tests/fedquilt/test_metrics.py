@@ -46,8 +46,8 @@ def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round() -> None:
     """A device that invents names has them in its own line alone."""
     invented = {f"mine{number}": 1.0 for number in range(60)}
     updates = [update("a", loss=1.0), update("b", loss=3.0), update("c", loss=2.0, **invented)]
-    assert round_metrics.average(updates) == {"loss": 2.0}
-    assert round_metrics.missing(updates, {"loss": 2.0}) == []
+    assert round_metrics.average_metrics(updates) == {"loss": 2.0}
+    assert round_metrics.explain_missing_metrics(updates, {"loss": 2.0}) == []
 
 
 def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:

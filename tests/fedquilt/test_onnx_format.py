@@ -8,7 +8,7 @@ import made_graphs
 import pytest
 
 from fedquilt.edge_agent.engines import onnx_session
-from fedquilt.onnx_format import RUNTIMES, version_hindrance
+from fedquilt.onnx_format import RUNTIMES, unsupported_versions
 
 runtime = pytest.importorskip("onnxruntime")
 
@@ -32,7 +32,7 @@ runtime = pytest.importorskip("onnxruntime")
 def test_a_release_loads_graphs_up_to_its_opset_and_ir_version(
     libraries: dict[str, str], opset: int, ir_version: int, loads: bool
 ) -> None:
-    said = version_hindrance((opset, ir_version), libraries)
+    said = unsupported_versions((opset, ir_version), libraries)
     assert (said == "") is loads
     if said:
         assert re.search(rf"and the model has opset {opset} and IR version {ir_version}: export it with", said)

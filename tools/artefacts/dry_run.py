@@ -31,9 +31,8 @@ from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import run as simulated
 
 AMPLE: Final = 1 << 40
-SHORT: Final[
-    Mapping[str, Any]
-] = {  # most that a parameter may be: passes, examples, and a rate that nothing explodes at
+# upper limits of parameters: passes, examples, and a learning rate at which no loss explodes
+SHORT: Final[Mapping[str, Any]] = {
     "epochs": 1,
     "head_epochs": 1,
     "adapt_epochs": 1,
@@ -42,7 +41,8 @@ SHORT: Final[
     "fingerprint_samples": 8,
     "lr": 1e-3,
 }
-SHORT_SEARCH: Final[Mapping[str, Any]] = {  # the same for a search over donors' blocks
+# the same for a search over donors' blocks
+SHORT_SEARCH: Final[Mapping[str, Any]] = {
     "subrounds": 1,
     "expansions": 1,
     "finished": 2,
@@ -123,7 +123,7 @@ def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engin
         last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
         found = method.result(last)
         _reload_stitched(found.meta, found.tensors, stock, graphs, held)
-        if hasattr(last, "candidates"):  # AFL solves one head for one donor
+        if isinstance(last, State):  # AFL searches no candidates
             _reload_stitched(*stitched.to_artefact(_joined(last), stock), stock, graphs, held)
 
 
