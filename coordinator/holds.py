@@ -77,6 +77,12 @@ class Holds:
             if self._db.execute(_THERE).fetchone() is not None:
                 self._db.execute("delete from suspended where job = ?", (job,))
 
+    def end(self, job: str) -> None:
+        """Note that a job goes on. Its tries stay, for a next failure."""
+        with self._writing():
+            if self._db.execute(_THERE).fetchone() is not None:
+                self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
+
     def of(self, job: str) -> Hold | None:
         """Return why the latest coordinator of this home holds a job, or None if it does not."""
         found = self._found(job)

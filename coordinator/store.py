@@ -269,7 +269,7 @@ class Store:
         """Note that the coordinator started last has taken a job up, unless it is asked to stop it."""
         with self._write_transaction():
             self._rows.change(id, epoch=self._epoch())
-        self.holds.forget(id)
+        self.holds.end(id)
         self.set_status(id, "running", unless="stopping")
 
     def standing(self, row: Row) -> str:

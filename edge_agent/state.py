@@ -169,10 +169,9 @@ class Local:
         It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
         worth a sync.
         """
-        known = self._cache
-        if known is not None and known.name == job and (not self.durable or self._disk.is_dir(known)):
-            return known
         folder = self._caches / f"{job}@{_boot()}"
+        if self._cache == folder and (not self.durable or self._disk.is_dir(folder)):
+            return folder
         if not self.durable and not self._disk.is_dir(self._caches):
             self._cache = folder
             return folder
@@ -265,7 +264,7 @@ class Local:
             self._disk.unlink(folder)
 
     def _remove_quietly(self, place: Path) -> None:
-        """Remove a file or folder as far as possible. Only the content of the output folder is removed."""
+        """Remove a file or folder as far as possible. The output folder itself stays."""
         with suppress(OSError):
             if place == self._out and self._disk.is_dir(place):
                 self._disk.clear(place)
@@ -317,7 +316,7 @@ class Local:
                 self._disk.unlink(self._probe)
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
-        """Drop blobs, longest unused first, until `size` more bytes fit the limit and the disk.
+        """Drop blobs and caches, longest unused first, until `size` more bytes fit the limit and the disk.
 
         Args:
             size: Bytes that are to come.
@@ -325,7 +324,7 @@ class Local:
             needed: Blobs that are not dropped. `require_room` reports where the rest is not enough.
             idle: Whether no process of a task or a check runs, whose caches may be dropped only then.
         """
-        caches = self._cached(limit_bytes)
+        caches = self._measure_caches(remove=idle)
         both: list[tuple[int, str | Path, int]] = [*self.depot.unused(), *caches]
         unused = sorted(both, key=lambda each: each[0])
         with doing(f"look at {self.home}"):
@@ -344,8 +343,12 @@ class Local:
                 continue
             over -= kept
 
-    def _cached(self, limit_bytes: int) -> list[tuple[int, Path, int]]:
-        """(time of last change in ns, place, size) of what tasks and checks have left in their private folders."""
+    def _measure_caches(self, *, remove: bool) -> list[tuple[int, Path, int]]:
+        """Return (time of last change in ns, place, size) of the files and folders that tasks and checks have left.
+
+        Args:
+            remove: Remove what cannot be measured, such as folders nested too deep. Otherwise its size is unknown.
+        """
         found = []
         for private in (self.task, self.home / confine.CHECK):
             for folder in (private / name for name in (confine.CACHE, confine.TEMPORARY, confine.LIBRARIES)):
@@ -354,8 +357,10 @@ class Local:
                 for name in names:
                     try:
                         latest_ns, size = self._disk.usage(folder / name)
-                    except OSError:  # nested too deep, or shut: it goes first
-                        latest_ns, size = 0, limit_bytes
+                    except OSError:
+                        if remove:
+                            self._remove_quietly(folder / name)
+                        continue
                     found.append((latest_ns, folder / name, size))
         return found
 

@@ -84,11 +84,25 @@ class Register(msgspec.Struct, frozen=True):
 
     def weights(self) -> dict[str, str]:
         """Return module -> its weight, of the modules that have one of their own."""
-        return {entry.module: entry.name for entry in self.tensors if entry.leaf == "weight"}
+        found = [entry for entry in self.tensors if entry.leaf == "weight" and entry.kind == "parameter"]
+        return {entry.module: entry.name for entry in found}
 
-    def linears(self) -> dict[str, str]:
-        """Return module -> its weight, or what makes it, of the linear layers with weights of their own."""
-        return {entry.module: entry.name for entry in self.tensors if entry.type == "Linear" and entry.weighs}
+    def linears(self) -> set[str]:
+        """Return the paths of the linear layers that share their weight with no layer before them."""
+        return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.weighs}
+
+    def require_plain_weight(self, layer: str) -> None:
+        """Check that a layer's weight is a tensor of its own.
+
+        Raises:
+            ModelError: The weight is made of other tensors, as weight normalisation does.
+        """
+        made_of = [entry.name for entry in self.tensors if entry.module == layer and entry.weighs]
+        if f"{layer}.weight" not in made_of:
+            raise ModelError(
+                f"the weight of {layer!r} is made of {', '.join(map(repr, made_of))}, and this method needs the weight "
+                "itself: give the layer a plain weight, or take another method"
+            )
 
     def running_means(self) -> dict[str, str]:
         """Return running variance -> running mean of each batch normalisation."""

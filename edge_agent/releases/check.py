@@ -9,6 +9,7 @@ any moment. What it makes lies in the order's folder `out`, and counts once the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import statistics
@@ -44,6 +45,7 @@ SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448
 """Sizes that are tried for all axes without a declared one, the usual sides of images first."""
 CHANNELS: Final = (3, 1)
 VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an example
+GUESS_MOST: Final = 1 << 22  # most numbers of a guessed example
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
 TIED: Final = (  # becomes a program that ends with this process
     "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
@@ -198,6 +200,8 @@ def _example(model: Loaded, held: Examples | None, shape: tuple[int, ...] | None
         return model.about.prepared(held.x[:1])
     failed = ""
     for guess in [shape] if shape is not None else _guesses(model.shape):
+        if shape is None and math.prod(guess) > GUESS_MOST:
+            continue
         one = _noise(guess, model.engine.input_type(model.path))
         if shape is not None or guess == model.shape:
             return one

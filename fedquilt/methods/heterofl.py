@@ -83,13 +83,16 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start from the bundle's model, with first statistics for each width.
 
     Raises:
-        ModelError: `masked`, and the network has no last linear layer.
+        ModelError: `masked`, and the network has no plain last linear layer.
     """
     if metrics.task_of(bundle.meta["network"]) != "classes":
         params = replace(params, masked=False)  # there are no classes that a device could lack
     begun = by_width(bundle, params, seed)
-    if params.masked and begun.register.classifier() is None:
-        raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
+    if params.masked:
+        last = begun.register.classifier()
+        if last is None:
+            raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
+        begun.register.require_plain_weight(last)
     return begun
 
 

@@ -38,11 +38,12 @@ def split_stages(model: Tensors, count: int, register: Register) -> Body:
     without weights to hear anything with, a last normalisation or the embedding of places, goes with its neighbour.
 
     Raises:
-        ModelError: it has no last linear layer, or nothing before it, or two stages share a tensor.
+        ModelError: it has no plain last linear layer, or nothing before it, or two stages share a tensor.
     """
     found, head = register.parameters_by_layer(), register.classifier()
     if head is None:
         raise ModelError("this network has no last linear layer: it cannot be cut by depth")
+    register.require_plain_weight(head)
     blocks: dict[str, list[str]] = {}
     for layer in found:
         if layer != head:

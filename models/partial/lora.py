@@ -40,7 +40,7 @@ def find_adapted_layers(register: Register) -> tuple[Spot, ...]:
     section 3.4). In a network without attention every linear layer except the last is a block of its own.
 
     Raises:
-        ModelError: there is nothing to adapt.
+        ModelError: there is nothing to adapt, or the weight of a layer is made of other tensors.
     """
     head = register.classifier()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
@@ -57,11 +57,7 @@ def find_adapted_layers(register: Register) -> tuple[Spot, ...]:
     if not found:
         raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
     for layer in (layer for spot in found for layer in spot.layers):
-        if (name := flat[layer]) != f"{layer}.weight":
-            raise ModelError(
-                f"the weight of {layer!r} is made of {name!r}, and an adapter cannot be merged into it: give the layer "
-                "a weight of its own, or take another method"
-            )
+        register.require_plain_weight(layer)
     return tuple(found)
 
 

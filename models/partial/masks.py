@@ -104,7 +104,9 @@ def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
     require(plan, model)
     if not plan.neurons:
         why = describe_whole_layers(plan) or "it has no hidden layer"
-        raise ModelError(f"no hidden neuron of this network can be left out, so that nothing can be masked: {why}")
+        raise ModelError(
+            f"no hidden neuron of this network can be left out: take a method that trains the whole network; {why}"
+        )
     return plan
 
 

@@ -153,7 +153,7 @@ def _shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]
 
 
 def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
-    """Return the module with its tensors replaced by zeros of the shapes of `start`.
+    """Return the module, with zeros for the tensors that have another shape in `start`.
 
     Args:
         module: the whole network.

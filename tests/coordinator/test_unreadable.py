@@ -12,6 +12,7 @@ from by_hand import NETWORK, Stage, ones
 from fedquilt import bundle, compression, tensors
 from fedquilt.coordinator import unreadable
 from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
+from fedquilt.coordinator.holds import Hold
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.worker import Here
 from fedquilt.core import Encoding, JobError, Method
@@ -332,6 +333,17 @@ def test_failures_of_different_days_do_not_add_up() -> None:
         for number in range(unreadable.TRIES)
     ]
     assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
+
+
+def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    hold = Hold(1.0, 2.0, "a state", "a state", 2)
+    stage.store.holds.note(stage.job, hold)
+    assert stage.store.holds.of(stage.job) == hold
+    stage.store.begin(stage.job)
+    assert stage.store.holds.of(stage.job) is None
+    assert stage.store.holds.last(stage.job) == hold
+    stage.store.close()
 
 
 @pytest.mark.parametrize(("lives", "life_s", "status"), [(7, 12.0, "failed"), (7, 1.0, "running")])

@@ -253,3 +253,7 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -
         ("2", "2", "weight", "Linear", False)
     }
     assert register.classifier() == "2"
+    assert register.weights()["2"].startswith("2.parametrizations.weight.original")
+    with pytest.raises(ModelError, match=r"weight of '2' is made of '2\.parametrizations\.weight\.original"):
+        register.require_plain_weight("2")
+    register.require_plain_weight("0")

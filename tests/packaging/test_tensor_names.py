@@ -15,7 +15,6 @@ CALLS = ("endswith", "startswith", "removesuffix", "fullmatch", "match", "search
 PERMITTED = {
     "fedquilt/tensor_register.py": "the register itself: attributes of torch's modules, whose types it knows",
     "edge_agent/task/main.py": "the metric `weight` of an update",
-    "models/partial/lora.py": "torch's name for a layer's own weight: an adapter is merged into no other",
     "models/partial/trace.py": "torch's name for a layer's own weight: what makes a weight is not cut",
     "tools/bench/large.py": "tensors that this file has made and named, without torch",
 }

@@ -127,6 +127,10 @@ def identity(*dims: int) -> Callable[[str], list[Any]]:
         (lambda: made_graphs.product(["n", "h", "w", "c"], nodes=identity(-1, 32 * 32 * 3), size=3072), (3, 32, 32)),
         (lambda: made_graphs.product(["n", 9, None], nodes=identity(-1, 9 * 16), size=144), (9, 16)),
         (lambda: made_graphs.product(["n", "t"], kind=made_graphs.INT64, size=299), (299,)),  # tokens
+        (
+            lambda: made_graphs.product(["n", *"abcd"], nodes=identity(-1, 8**4), size=8**4),
+            (8, 8, 8, 8),
+        ),  # not 224^4
     ],
 )
 def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
