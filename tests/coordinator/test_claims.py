@@ -10,7 +10,7 @@ import plain
 import pytest
 from evaluations import of_classes, of_numbers, total
 
-from fedquilt import profiles, wire
+from fedquilt import evaluation, profiles, wire
 from fedquilt.coordinator import claims, passed
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
@@ -200,6 +200,19 @@ def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) 
         claims.require_site_boards(update(), [passed.Part("cam-1", 1.0, metrics)], claims.Bounds(right=RIGHT))
 
 
+def of_twelve_classes() -> EvaluationSums:
+    """Ten right examples of the first of twelve classes."""
+    none = [0] * (evaluation.bins_of(12) - 1)
+    scores = [10, *none, 0, *none, *[0, *none, 10, *none] * 11]
+    return EvaluationSums(
+        examples=10, outputs=12, counts=evaluation.pack_counts([10]), scores=evaluation.pack_counts(scores)
+    )
+
+
+def test_an_evaluation_of_twelve_classes_is_consistent() -> None:
+    assert evaluation.inconsistency(of_twelve_classes()) == ""
+
+
 @pytest.mark.parametrize(
     ("sums", "right", "said"),
     [
@@ -215,6 +228,12 @@ def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) 
         (msgspec.structs.replace(of_classes(0.5), devices=((0.9, 1),)), RIGHT, "a main metric of 0.5 beyond"),
         (msgspec.structs.replace(of_classes(0.5), devices=((0.5, 1), (1.5, 1))), RIGHT, "no ascending values"),
         (of_numbers(1.0, 1.0, 5), None, r"1 outputs \(regression\), and the network has 2 \(classes\)"),
+        (of_twelve_classes(), None, r"12 outputs \(classes\), and the network has 2 \(classes\)"),
+        (
+            msgspec.structs.replace(of_numbers(1.0, 1.0, 5), outputs=2),
+            None,
+            r"2 outputs \(regression\), and the network has 2 \(classes\)",
+        ),
         (msgspec.structs.replace(of_classes(0.5), examples=9), None, "its evaluation has counts of 10 examples"),
         (of_classes(0.5, 10, 1e300), None, "a sum that is not a number up to"),
     ],

@@ -31,6 +31,7 @@ from fedquilt.coordinator.rollouts import (
     decide_rollout,
     release,
     told,
+    waited_s,
     waits,
 )
 from fedquilt.coordinator.views import rollouts as view
@@ -104,6 +105,14 @@ def test_the_last_step_takes_boards_that_are_away() -> None:
     now = apply(apply(now, Offered(1, ("away", "b"))), Heard("b", 7, "committed"))
     assert decide_rollout(now, fleet, 59.0, 8) is None
     assert decide_rollout(now, fleet, 61.0, 8) == Passed(1, ("away",))
+
+
+def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
+    restarts = [Offered(0, ("a",)), Heard("a", 7, "committed"), Restarted(50.0, 40.0)]
+    now = state(*restarts)
+    assert (waited_s(now, "b", False), now.restarts) == (50.0, 1)
+    now = state(*restarts, Passed(0), Offered(1, ("b",)), phases=(1.0,))
+    assert (waited_s(now, "b", False), waited_s(now, "b", True), now.restarts) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "fetching", "checking", "soaking"])

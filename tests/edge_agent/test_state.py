@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -305,7 +306,9 @@ def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: 
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(tmp_path: Path, idle: bool) -> None:
+def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
+    request: pytest.FixtureRequest, tmp_path: Path, idle: bool
+) -> None:
     local = Local(tmp_path)
     ref = local.depot.put(bytes(1000))
     (tmp_path / "task/libraries/deep").mkdir(parents=True)
@@ -315,6 +318,7 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(t
         outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
         os.close(outer)
     os.close(inner)
+    request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
     local.make_room(1000, 10**6, needed=(), idle=idle)
     assert (tmp_path / "task/libraries/deep").exists() is not idle
     assert local.depot.has(ref)

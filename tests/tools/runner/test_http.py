@@ -26,8 +26,9 @@ import classifiers
 from runners import Running, npy, npz, png
 from waiting import until
 
+from fedquilt.http_server import RefusedError
 from fedquilt.tools import runner
-from fedquilt.tools.runner.http import BODIES_SHARE
+from fedquilt.tools.runner.http import BODIES_MOST, BODIES_SHARE
 from fedquilt.tools.runner.models import Models
 from fedquilt.tools.runner.service import BODY_MOST, Service
 
@@ -123,6 +124,15 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
         status, told = running.client.post(body)
     assert (status, told["error"]) == (503, "too many requests wait: try again")
     assert running.client.post(body)[0] == 200
+
+
+def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(BODIES_MOST // BODIES_SHARE):
+            stack.enter_context(running.server.body_memory(f"10.0.0.{number}"))(BODIES_SHARE)
+        reserve = stack.enter_context(running.server.body_memory("10.0.0.250"))
+        with pytest.raises(RefusedError, match="too many requests wait"):
+            reserve(1)
 
 
 @pytest.mark.parametrize("arrived", [0, BODY_MOST - 1], ids=["nothing", "all but one byte"])
