@@ -326,7 +326,7 @@ def decide_rollout(
     if state.step == len(state.plan.shares):
         return Done()
     if state.without and not state.offered and not fleet:
-        why = f"no device that it selects can take it: {format_left_out(state.without, 1)}"
+        why = f"no selected device can take the release: {format_left_out(state.without, 1)}; select other devices"
         return Aborted(shorten_error(why), serial)
     failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
     most = state.plan.abort_above

@@ -126,7 +126,10 @@ def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(gr
     ground.play(10.0)
     state = ground.state(id)
     assert state.status == "aborted"
-    assert state.reason == ("no device that it selects can take it: b-000 and 1 more (no launcher started the agent)")
+    assert state.reason == (
+        "no selected device can take the release: b-000 and 1 more (no launcher started the agent); "
+        "select other devices"
+    )
 
 
 # -- models that a device's ONNX Runtime is too old for ------------------------------------------------

@@ -124,7 +124,7 @@ def _personal(found: Found) -> tuple[list[str], Table | None]:
         for point in (checks if len(checks) <= 6 else [*checks[:2], *checks[-4:]])
         if (own := point.personal) is not None
     ]
-    head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "deviation", "devices"]
+    head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "spread", "devices"]
     note = f"Held-out shares: the devices' own examples that are not trained on; {last.count} devices reported."
     return [note], Table(head, rows)
 
