@@ -311,6 +311,7 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
 ) -> None:
     local = Local(tmp_path)
     ref = local.depot.put(bytes(1000))
+    request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
     (tmp_path / "task/libraries/deep").mkdir(parents=True)
     inner = os.open(tmp_path / "task/libraries/deep", os.O_RDONLY)
     for _ in range(3000):
@@ -318,7 +319,6 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
         outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
         os.close(outer)
     os.close(inner)
-    request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
     local.make_room(1000, 10**6, needed=(), idle=idle)
     assert (tmp_path / "task/libraries/deep").exists() is not idle
     assert local.depot.has(ref)
