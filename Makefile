@@ -11,9 +11,11 @@ ARGS ?=
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
 
-# on all cores, each file's tests in one process; ARGS come last and win: ARGS="-n 0 -x" for one process
+# two workers for each core, as many tests wait for processes; each file's tests in one worker, in the order of
+# tests/conftest.py. Bytecode is kept, as hundreds of processes import fedquilt. ARGS come last and win: ARGS="-n 0 -x"
+# for one process
 test: .venv/ready
-	.venv/bin/python -m pytest -n auto --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n $$((2 * $$(env -u OMP_NUM_THREADS nproc))) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check .

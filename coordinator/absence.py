@@ -30,12 +30,12 @@ class Absence:
         """Seconds lost since `lost_s` were; infinite while it is not reached."""
         return math.inf if self.away else self.lost_s - lost_s
 
-    def hears(self, now_s: float) -> bool:
-        """Return whether devices can be heard: the broker is reached, and they have had the time to come back."""
+    def can_reach_devices(self, now_s: float) -> bool:
+        """Return whether the broker is connected and devices have had time to reconnect."""
         return not self.away and now_s >= self._back_s
 
-    def note(self, reached: bool, now_s: float) -> None:
-        """Note whether it is reached now."""
+    def record_connection(self, reached: bool, now_s: float) -> None:
+        """Record whether the broker is connected, and add the time without a connection to `lost_s`."""
         if not reached and self._since_s is None:
             self._since_s = now_s
         elif reached and self._since_s is not None:

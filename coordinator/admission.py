@@ -1,6 +1,6 @@
 """Effect of a device's message on the running round: pure decisions, no I/O, no clock, no randomness.
 
-`heard` maps one event to the facts that follow and the actions to take, in order; facts are written to the log
+`decide_step` maps one event to the facts that follow and the actions to take, in order; facts are written to the log
 before any action. An update passes through
 
     Offered --> fetched --Arrived--> examined --Examined--> Answered or Rejected, and acknowledged
@@ -63,7 +63,7 @@ class Claimed(msgspec.Struct, frozen=True):
     device: str
     claim: Claim
     ask: Ask = field(default_factory=Ask)  # cost of the task, for a device that declines
-    start: str = ""  # of its agent, as of `Registry.start`
+    start: str = ""  # of its agent, as of `Registry.agent_start_key`
 
 
 class Offered(msgspec.Struct, frozen=True):
@@ -165,8 +165,8 @@ class Step(msgspec.Struct, frozen=True):
     actions: tuple[Action, ...] = ()
 
 
-def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_s: float) -> Step:
-    """Decide what follows from an event in the job's running round.
+def decide_step(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_s: float) -> Step:
+    """Decide the events and actions that follow from a device's message in the job's running round.
 
     Args:
         job: the job's id; "" with `state` None: no job is running.
@@ -177,7 +177,7 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
     """
     match event:  # the most frequent first
         case Examined():
-            return _examined(state, arriving, event, now_s)
+            return _step_after_examination(state, arriving, event, now_s)
         case Offered():
             return _offered(job, state, arriving, event)
         case Claimed():
@@ -192,12 +192,13 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
             open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
             return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
         case Flooded(device):
-            return _dropped(state, arriving, device, "flooding", FLOODED)
+            return _drop_device(state, arriving, device, "flooding", FLOODED)
         case Removed(device):
-            return _dropped(state, arriving, device, "removed", REMOVED)
+            return _drop_device(state, arriving, device, "removed", REMOVED)
 
 
-def _dropped(state: Rounds | None, arriving: Arriving, device: str, code: str, reason: str) -> Step:
+def _drop_device(state: Rounds | None, arriving: Arriving, device: str, code: str, reason: str) -> Step:
+    """Reject and withdraw the task of a device that the round has asked."""
     if state is None or not _asked(state, device):
         return Step(arriving)
     return Step(None, (Rejected(state.round, device, reason, code),), (Withdraw(device),))
@@ -248,7 +249,8 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
     return Step(update, (), (Patience(device), bring))
 
 
-def _examined(state: Rounds | None, arriving: Arriving, event: Examined, now_s: float) -> Step:
+def _step_after_examination(state: Rounds | None, arriving: Arriving, event: Examined, now_s: float) -> Step:
+    """Accept or refuse an update after its examination, if it is still the one expected."""
     device, update = event.device, event.update
     if state is None or arriving != update:
         return Step(arriving)

@@ -58,7 +58,7 @@ class Beside:
     Args:
         served: the job.
         worker: for what is large.
-        start: gives the worker a work item, as `Desk.start` does.
+        start: gives the worker a work item, as `Desk.start_work` does.
         executor: that brings the updates.
         left: whether the coordinator has let go of the job.
     """
@@ -125,7 +125,7 @@ class Beside:
         return min(deadline_s + max(map(self._executor.held_s, self._offered), default=0.0), latest_s)
 
     def waits(self, now_s: float) -> bool:
-        """Whether the round waits past its deadline; those who are in time go before any whose own time is over."""
+        """Return whether the round waits past its deadline. Let devices in time transfer before late ones."""
         deadline_s = self._due_s
         if not deadline_s <= now_s < self.deadline_s(now_s) or rounds.full(self._served.job.rounds):
             return False
@@ -145,13 +145,13 @@ class Beside:
     def examine(
         self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
     ) -> None:
-        """Read an update whose blobs are here, and let count what it holds."""
+        """Validate an update whose blobs have arrived, in the worker if it is large, then count or refuse it."""
         if size_of(update) >= self._worker.large_bytes:  # as a site's sum may be, whose boards' updates are small
             self._served.job.sums.large = True
         large = self._large
         if large and self._examining.get(device) == update:  # it was offered once more meanwhile
             return
-        examining = self._served.job.examining(device, update, profile, now_s, large=large, right=right)
+        examining = self._served.job.build_examination(device, update, profile, now_s, large=large, right=right)
         if large:
             self._examining[device] = update
             held_s = self._executor.held_s(device) if self._offered.pop(device, None) == update else 0.0
@@ -183,14 +183,14 @@ class Beside:
             log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
         self._served.happened(examined, now_s)
 
-    def fold(self) -> None:
-        """Have the updates that count folded as they come, where they are large."""
+    def start_folding(self) -> None:
+        """Start to fold accepted updates in the worker, if updates are large and no sum is being computed."""
         if self._large and not self._summing and self._served.job.waits_to_fold():
             self._summing = True
-            self._start(self._served.job.folding(self._worker.stored_at), self._folded)
+            self._start(self._served.job.folding(self._worker.stored_at), self._record_partial_sum)
 
-    def _folded(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
-        """Note that a sum is stored, and release what is in it."""
+    def _record_partial_sum(self, result: Callable[[], facts.Folded | None], now_s: float) -> None:
+        """Record a stored partial sum and release the blobs of the updates in it."""
         self._summing = False
         before = self._served.job.rounds
         if self._gone:
@@ -200,10 +200,12 @@ class Beside:
             self._served.record(fact, now_s)
         if isinstance(fact, facts.Folded):
             done = blobs(before.answered[device] for device in fact.devices)
-            self._served.garbage.add(done | ({before.folded.sum.sha256} if before.folded else set()), soon=True)
+            self._served.garbage.add_candidates(
+                done | ({before.folded.sum.sha256} if before.folded else set()), soon=True
+            )
 
-    def commit(self, now_s: float) -> bool:
-        """Have the round's state made and stored; True: that is done."""
+    def start_commit(self, now_s: float) -> bool:
+        """Commit the round. Return False if the worker has to do it, or is still folding."""
         if self._summing:
             return False
         committing = self._served.job.committing(now_s)

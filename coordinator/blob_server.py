@@ -81,9 +81,9 @@ class BlobServer:
         self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
         self._lock = threading.Lock()
         self._connections = Connections() if connections is None else connections
-        context = None if identity is None else self._context
+        context = None if identity is None else self._tls_context
         try:
-            self._http = HttpServer(host, port, self._serve, connections=self._connections, context=context)
+            self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
         except OSError as error:
             raise JobError(f"blobs cannot be served at {host}:{port} ({error}): choose another HOST:PORT") from None
         self._http.start()
@@ -113,7 +113,7 @@ class BlobServer:
             self._revoke((device, sha256, put))
 
     def close(self) -> None:
-        """Listen no more; transfers under way end with the process."""
+        """Stop listening. Running transfers end with the process."""
         self._http.close()
 
     def _revoke(self, key: tuple[str, str, bool]) -> None:
@@ -122,7 +122,8 @@ class BlobServer:
 
     # -- requests --
 
-    def _context(self) -> ssl.SSLContext:
+    def _tls_context(self) -> ssl.SSLContext:
+        """Return the server's TLS context. Raise OSError if the files of the identity cannot be read."""
         assert self._identity is not None
         try:
             return self._identity.context(server=True)
@@ -130,16 +131,18 @@ class BlobServer:
             log.error("%s", error)
             raise OSError(str(error)) from None
 
-    def _serve(self, exchange: Exchange) -> None:
+    def _serve_request(self, exchange: Exchange) -> None:
+        """Check the token and the device's connection limit, then transfer the blob."""
         exchange.close_after()
         exchange.socket.settimeout(STALL_S)
-        grant = self._granted(exchange)
-        if not self._connections.assign(exchange.connection, grant.device, PER_BOARD):
+        grant = self._require_grant(exchange)
+        if not self._connections.assign_owner(exchange.connection, grant.device, PER_BOARD):
             raise RefusedError(503, f"you have {PER_BOARD} connections open here: let one end first")
-        self._connections.begin(exchange.connection, grant.ref.size / LEAST_BYTES_PER_S)
-        self._answer(exchange, grant)
+        self._connections.begin_request(exchange.connection, grant.ref.size / LEAST_BYTES_PER_S)
+        self._transfer_blob(exchange, grant)
 
-    def _granted(self, request: Exchange) -> Grant:
+    def _require_grant(self, request: Exchange) -> Grant:
+        """Return the grant of the request's token. Raise RefusedError if it does not allow this request."""
         found = _PATH.match(request.path)
         if found is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RefusedError(404, "there is nothing at this address")
@@ -155,20 +158,22 @@ class BlobServer:
             raise RefusedError(403, "the blob is not offered to you any more")
         return grant
 
-    def _answer(self, request: Exchange, grant: Grant) -> None:
+    def _transfer_blob(self, request: Exchange, grant: Grant) -> None:
+        """Send or receive a blob, or answer HEAD with the offset at which an upload continues."""
         if grant.intake is None:
-            return self._give(request, grant)
+            return self._send_blob(request, grant)
         if request.method == "HEAD":
             grant.intake.turn()  # bytes of an earlier connection are refused from now on
             due = grant.intake.due()
             offset = grant.ref.size if due is None else due[0]
             return request.answer(204, {"Upload-Offset": str(offset)})
-        return self._take(request, grant, grant.intake)
+        return self._receive_blob(request, grant, grant.intake)
 
-    def _give(self, request: Exchange, grant: Grant) -> None:
+    def _send_blob(self, request: Exchange, grant: Grant) -> None:
+        """Send the requested bytes of a blob, and charge them to the grant."""
         size = grant.ref.size
-        start, end = _range(request.headers.get("range"), size)
-        self._spend(grant, 0)
+        start, end = _parse_range(request.headers.get("range"), size)
+        self._charge_bytes(grant, 0)
         try:
             file = self._depot.opened(grant.ref.sha256)
         except StoreError:
@@ -178,9 +183,10 @@ class BlobServer:
             if "range" in request.headers:
                 headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
             request.answer(206 if "range" in request.headers else 200, headers, None)
-            send_file(request.socket, file, start, end - start, lambda sent: self._spend(grant, sent))
+            send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
 
-    def _take(self, request: Exchange, grant: Grant, intake: Intake) -> None:
+    def _receive_blob(self, request: Exchange, grant: Grant, intake: Intake) -> None:
+        """Receive the bytes of a blob that are due, and report the end of the upload."""
         found = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
         if not request.size or found is None:
             raise RefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
@@ -188,13 +194,13 @@ class BlobServer:
         turn, due = intake.turn(), intake.due()
         if due is None or (start, end, size) != (due[0], grant.ref.size, grant.ref.size) or end - start != request.size:
             raise RefusedError(409, "these are not the bytes that are due")
-        self._spend(grant, 0)
+        self._charge_bytes(grant, 0)
         key = (grant.device, grant.ref.sha256)
         try:
 
             def take(piece: memoryview) -> None:
                 intake.write(piece, turn)
-                self._spend(grant, len(piece))
+                self._charge_bytes(grant, len(piece))
 
             pour(request.open_body(), end - start, take)
             intake.finish(turn)
@@ -206,16 +212,16 @@ class BlobServer:
         self._tell(Ended(key, intake, None))
         request.answer(204)
 
-    def _spend(self, grant: Grant, size: int) -> None:
-        """Count transferred bytes of a grant; more than AGAIN_MOST times the blob's size are refused."""
+    def _charge_bytes(self, grant: Grant, size: int) -> None:
+        """Subtract transferred bytes from a grant. Refuse a new request (size 0) once none are left."""
         with self._lock:
             grant.left_bytes -= size
             if grant.left_bytes <= 0 and not size:
                 raise RefusedError(429, "the blob has been asked for too often")
 
 
-def _range(asked: str | None, size: int) -> tuple[int, int]:
-    """Offset and end of the bytes that are asked for."""
+def _parse_range(asked: str | None, size: int) -> tuple[int, int]:
+    """Return the start and end of the bytes that a Range header requests, or of the whole blob without one."""
     if asked is None:
         return 0, size
     found = _RANGE.match(asked)

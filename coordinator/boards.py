@@ -94,11 +94,11 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     accuracy: float | None = None  # of the runner's answers, lowest
 
 
-def heard(board: Board, message: Wired, at: float) -> Board:
-    """The board after a message of its own."""
+def board_after_message(board: Board, message: Wired, at: float) -> Board:
+    """Return the board's status after a message from the board."""
     match message:
         case wire.Presence():
-            return _presence(board, message, at)
+            return _board_after_presence(board, message, at)
         case Profile():
             return replace(
                 board,
@@ -123,13 +123,13 @@ def heard(board: Board, message: Wired, at: float) -> Board:
     return board
 
 
-def lost(board: Board, at: float) -> Board:
-    """Return the board after it has not answered."""
+def board_after_silence(board: Board, at: float) -> Board:
+    """Return the board marked offline and silent, after it has not answered."""
     return replace(board, online=False, silent=True, quiet=False, since=at if board.seen is None else board.seen)
 
 
-def returned(board: Board, at: float) -> Board:
-    """Return a silent board after a message of its own."""
+def board_after_return(board: Board, at: float) -> Board:
+    """Return a silent board marked online again, after a message from it."""
     return replace(board, online=True, silent=False, since=at)
 
 
@@ -188,9 +188,10 @@ def _runs(known: tuple[Runs, ...], message: wire.Installed, at: float) -> tuple[
     return tuple(sorted((*others, new), key=lambda each: each.kind))
 
 
-def _presence(board: Board, message: wire.Presence, at: float) -> Board:
+def _board_after_presence(board: Board, message: wire.Presence, at: float) -> Board:
+    """Return the board after a presence message, which may be a repeated or a retained one."""
     if board.silent and message.online and message.boot == board.boot:
-        return board  # retained: `returned` comes before a message of its own
+        return board  # retained: `board_after_return` comes before a message of its own
     if message.online == board.online and (message.boot == board.boot or not message.online):
         return replace(board, silent=False)  # retained, or told again
     if not message.online and not board.boot:

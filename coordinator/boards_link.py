@@ -71,37 +71,40 @@ class Boards:
             log.warning("%s; nothing is noted of boards meanwhile", error)
         self._doubted = {each.device for each in self._boards.values() if each.online}
 
-    def heard(self, heard: Heard, now_s: float) -> None:
-        """Note a message of a board, or that it was set aside; `now_s` is the server's clock."""
+    def record_message(self, heard: Heard, now_s: float) -> None:
+        """Update the status of a board after a message from it, or after its flooding, silence or return."""
         self._now_s, at = now_s, self._clock()
         if isinstance(heard, Flooded):
             refusal = Refusal(at, "flooding", FLOODED)
-            return self._put(replace(self._of(heard.device), refusal=refusal), SOON_S)
+            return self._put(replace(self._status_with_last_seen(heard.device), refusal=refusal), SOON_S)
         if isinstance(heard, Silent):
-            return self._put(boards.lost(self._of(heard.device), at), SOON_S)
+            return self._put(boards.board_after_silence(self._status_with_last_seen(heard.device), at), SOON_S)
         if isinstance(heard, Returned):
-            return self._put(boards.returned(self._of(heard.device), at), SOON_S)
+            return self._put(boards.board_after_return(self._status_with_last_seen(heard.device), at), SOON_S)
         if type(heard) is not tuple:
             return None
         device, message = heard
         if isinstance(message, wire.Presence):
             self._doubted.discard(device)
-        self._put(boards.heard(self._of(device), message, at), LATER_S if isinstance(message, _OFTEN) else SOON_S)
+        self._put(
+            boards.board_after_message(self._status_with_last_seen(device), message, at),
+            LATER_S if isinstance(message, _OFTEN) else SOON_S,
+        )
         if isinstance(message, Telemetry) and device in self._boards:
             self._read(device, message, int(at))
         return None
 
-    def seen(self, device: str) -> None:
-        """Note that a message of a board has just come."""
+    def record_contact(self, device: str) -> None:
+        """Store the time at which a message of a board arrived, which is now."""
         if device in self._boards or len(self._seen) < MOST:
             self._seen[device] = self._clock()
         if device in self._boards and self._boards[device].quiet:
-            self._put(replace(self._of(device), quiet=False), SOON_S)
+            self._put(replace(self._status_with_last_seen(device), quiet=False), SOON_S)
 
-    def quiet(self, device: str) -> None:
-        """Note that a board was asked for its presence, as it has not sent anything for long."""
+    def mark_quiet(self, device: str) -> None:
+        """Mark a known board as quiet: silent for long, its presence has been requested."""
         if device in self._boards:
-            self._put(replace(self._of(device), quiet=True), SOON_S)
+            self._put(replace(self._status_with_last_seen(device), quiet=True), SOON_S)
 
     def contact(self, connected: bool) -> None:
         """Note whether the broker is connected now. While it is not, nothing new is heard of any board."""
@@ -109,34 +112,37 @@ class Boards:
             self._away, self._told_away = None if connected else self._clock(), True
             self._wake(0.0)
 
-    def board(self, device: str) -> Board | None:
-        """Return a board as of now, or None if nothing is noted of it."""
-        return self._of(device) if device in self._boards else None
+    def current_board(self, device: str) -> Board | None:
+        """Return a board's present status, or None if the board is not known."""
+        return self._status_with_last_seen(device) if device in self._boards else None
 
-    def known(self) -> list[tuple[Board, Reading | None]]:
-        """Every board with its latest reading, as of now; another thread may ask."""
+    def boards_with_readings(self) -> list[tuple[Board, Reading | None]]:
+        """Return every board with its latest reading, or None for it. Another thread may call this."""
         sums = self._sums
-        return [(self._of(device), sums[device][1] if device in sums else None) for device in self._boards.copy()]
+        return [
+            (self._status_with_last_seen(device), sums[device][1] if device in sums else None)
+            for device in self._boards.copy()
+        ]
 
     def asked(self, device: str, task: Task) -> None:
         """Note that a board was sent a task."""
-        self._put(boards.asked(self._of(device), task, self._clock()), SOON_S)
+        self._put(boards.asked(self._status_with_last_seen(device), task, self._clock()), SOON_S)
 
     def turned(self, device: str, waits: bool) -> None:
         """Note that a board's update has to wait for its turn, or need not any more."""
-        self._put(boards.turned(self._of(device), waits), SOON_S)
+        self._put(boards.turned(self._status_with_last_seen(device), waits), SOON_S)
 
     def answered(self, device: str, ack: wire.Ack) -> None:
         """Note that a board was told what became of its update."""
-        self._put(boards.answered(self._of(device), ack, self._clock()), SOON_S)
+        self._put(boards.answered(self._status_with_last_seen(device), ack, self._clock()), SOON_S)
 
-    def idle(self, device: str) -> None:
-        """Note that a board has no task any more."""
+    def mark_idle(self, device: str) -> None:
+        """Record that a board has no task any more."""
         if device in self._boards:
-            self._put(replace(self._of(device), doing=None), SOON_S)
+            self._put(replace(self._status_with_last_seen(device), doing=None), SOON_S)
 
     def step(self, now_s: float) -> float:
-        """Store what is due; returns when something will be."""
+        """Write what is due, take removal requests and delete old entries. Return when the next call is due."""
         if self._store is None:
             return math.inf
         if not self._begun:
@@ -149,14 +155,14 @@ class Boards:
                 self._put(replace(self._boards[device], online=False, since=self._clock()), 0.0)
         try:
             if now_s >= self._due_s:
-                self._write(self._store)
+                self._write_changes(self._store)
             if now_s >= self._remove_s:
                 self._remove_s = now_s + REMOVED_S
                 self._removed += (removed := self._store.take_removals())
-                self._forget(self._store, removed)
+                self._forget_boards(self._store, removed)
             if now_s >= self._tidy_s:
                 self._tidy_s = now_s + TIDY_S
-                self._tidy(self._store, self._clock())
+                self._remove_expired(self._store, self._clock())
         except StoreError as error:
             self._due_s = now_s + RETRY_S
             self._readings.clear()  # they would pile up
@@ -166,7 +172,7 @@ class Boards:
         return min(self._due_s, self._tidy_s, self._doubt_s, self._remove_s)
 
     def take_removed(self) -> list[str]:
-        """Return the boards that were removed by request since the last call."""
+        """Return the boards removed by request since the last call."""
         removed, self._removed = self._removed, []
         return removed
 
@@ -174,13 +180,13 @@ class Boards:
         """Store what is not stored yet."""
         if self._store is not None:
             with contextlib.suppress(StoreError):
-                self._write(self._store)
+                self._write_changes(self._store)
             self._store.close()
             self._store = None
 
     # -- within --
 
-    def _of(self, device: str) -> Board:
+    def _status_with_last_seen(self, device: str) -> Board:
         board = self._boards.get(device) or Board(device)
         seen = self._seen.get(device)
         return board if seen is None else replace(board, seen=seen)
@@ -207,22 +213,25 @@ class Boards:
         if not self._failed:  # else it is tried again in its own time
             self._due_s = min(self._due_s, self._now_s + within_s)
 
-    def _write(self, store: BoardStore) -> None:
+    def _write_changes(self, store: BoardStore) -> None:
+        """Write changed boards, new readings and whether the broker is away."""
         readings = [(device, reading) for (device, _), reading in self._readings.items()]
         if self._told_away:
             store.note_away(self._away)
             self._told_away = False
-        store.write([self._of(device) for device in self._changed], readings)
+        store.write([self._status_with_last_seen(device) for device in self._changed], readings)
         self._changed.clear()
         self._readings.clear()
         self._due_s, self._failed = math.inf, False
 
-    def _tidy(self, store: BoardStore, now: float) -> None:
+    def _remove_expired(self, store: BoardStore, now: float) -> None:
+        """Delete old readings, and boards without a message for long."""
         store.tidy(now)
-        gone = {device for device in self._boards if _forgotten(self._of(device), now)}
-        self._forget(store, gone)
+        gone = {device for device in self._boards if _forgotten(self._status_with_last_seen(device), now)}
+        self._forget_boards(store, gone)
 
-    def _forget(self, store: BoardStore, devices: Collection[str]) -> None:
+    def _forget_boards(self, store: BoardStore, devices: Collection[str]) -> None:
+        """Remove boards and their readings, in the store and in memory."""
         store.forget(devices)
         for device in devices:
             for place in (self._boards, self._sums, self._seen):
@@ -253,24 +262,24 @@ class NotedLink(OverLink):
         self._noted = noted
 
     def hear(self, now_s: float) -> Iterator[Heard]:
-        """See `OverLink`."""
+        """Yield what `OverLink` yields after noting it in `Boards`, then each device removed by request."""
         for heard in super().hear(now_s):
-            self._noted.heard(heard, now_s)
+            self._noted.record_message(heard, now_s)
             yield heard
         for device in self._noted.take_removed():
-            self._remove(device)
+            self._remove_device(device)
             yield Removed(device)
 
-    def _heard(self, device: str) -> None:
-        super()._heard(device)
-        self._noted.seen(device)
+    def _record_contact(self, device: str) -> None:
+        super()._record_contact(device)
+        self._noted.record_contact(device)
 
-    def _ask(self, device: str) -> None:
-        super()._ask(device)
-        self._noted.quiet(device)
+    def _request_presence(self, device: str) -> None:
+        super()._request_presence(device)
+        self._noted.mark_quiet(device)
 
     def due_s(self, now_s: float) -> float:
-        """See `OverLink`; what is known of boards is stored when it is due."""
+        """Store due changes of devices, and return the next time at which something is due."""
         self._noted.contact(self._link.connected)
         due_s = super().due_s(now_s)
         for device, waits in self._transfers.queue.take_news().items():
@@ -285,7 +294,7 @@ class NotedLink(OverLink):
     def withdraw(self, device: str) -> None:
         """See `OverLink`."""
         super().withdraw(device)
-        self._noted.idle(device)
+        self._noted.mark_idle(device)
 
     def answer(self, device: str, ack: wire.Ack) -> None:
         """See `OverLink`."""

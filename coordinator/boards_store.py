@@ -165,13 +165,13 @@ class BoardStore:
                 )
                 self._db.execute("delete from boards where device = ?", (device,))
 
-    def remove(self, devices: Iterable[str]) -> None:
-        """Ask the coordinator to remove boards."""
+    def request_removal(self, devices: Iterable[str]) -> None:
+        """Queue boards for removal by the coordinator."""
         with _doing(self._home), transaction(self._db):
             self._db.executemany("insert or ignore into removals values (?)", [(device,) for device in devices])
 
     def take_removals(self) -> list[str]:
-        """Return the boards that are to be removed, and forget that."""
+        """Return the boards queued for removal, and empty the queue."""
         with _doing(self._home):
             found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
             self._db.executemany("delete from removals where device = ?", [(device,) for device in found])

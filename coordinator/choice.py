@@ -17,7 +17,7 @@ from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.job import Running
 
 
-def decide(
+def decide_for_fleet(
     job: Running,
     registry: Registry,
     at_work: Collection[str],
@@ -28,7 +28,7 @@ def decide(
     lost_s: float = 0.0,
     gone: AbstractSet[str] = frozenset(),
 ) -> AnyFact | None:
-    """Decide the next fact of a job; None: nothing to do now.
+    """Return the next event of a job, given the fleet, or None if nothing is due.
 
     Args:
         job: the running one.
@@ -48,7 +48,7 @@ def decide(
 
     passed = registry.barred(job.wants, now_s)
     free = fleet.keys() - passed.keys()
-    if short := rounds.left_alone(job.rounds, free, ask, registry.start):
+    if short := rounds.devices_to_skip(job.rounds, free, ask, registry.agent_start_key):
         passed, free = {**passed, **short}, free - short.keys()
     taken = (busy & free) - set(at_work)
     state = rounds.later(job.rounds, lost_s)

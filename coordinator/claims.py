@@ -8,18 +8,20 @@ lies by a factor of two.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fedquilt import evaluation
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import Profile, SiteRight, Update, UpdateError
+from fedquilt.core import EvaluationSums, Profile, SiteRight, TaskKind, Update, UpdateError
 from fedquilt.core.rights import has_site_bundles
-from fedquilt.metrics import CHECK, KNOWN
+from fedquilt.metrics import KNOWN, MAIN
 
 if TYPE_CHECKING:
     from fedquilt.coordinator import passed
@@ -36,6 +38,8 @@ MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent f
 MOST_EXAMPLES: Final = 10_000_000  # of a device, while few others have told how many they have
 USUAL: Final = 100.0  # times the median of a job's devices, that another one may count
 ROUNDING: Final = 1e-6  # by which a mean of shares may be above 1
+MOST_METRICS: Final = 64  # of an update, beside its evaluation
+METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
 ENOUGH: Final = 3  # devices of which the median is used
 LATER_EPOCHS: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
 UNENTITLED: Final = (
@@ -54,6 +58,9 @@ class Bounds(NamedTuple):
     examples: float = MOST_EXAMPLES  # most that a device of the job may count as
     reported: float = MOST_EXAMPLES  # most examples that a device of the job may report
     right: SiteRight | None = None  # None: it is no site
+    checks: bool = True  # whether its task is to evaluate
+    task: TaskKind = "classes"  # of the job's network
+    outputs: int | None = None  # likewise; None: its table does not say
 
 
 class DeviceNumbers(Struct):
@@ -62,15 +69,15 @@ class DeviceNumbers(Struct):
     by_device: dict[str, float] = {}
     ascending: list[float] = []
 
-    def note(self, device: str, number: float) -> None:
-        """Store a device's number in place of the one before."""
+    def set_number(self, device: str, number: float) -> None:
+        """Store a device's number in place of its previous one."""
         if (before := self.by_device.get(device)) is not None:
             del self.ascending[bisect_left(self.ascending, before)]
         self.by_device[device] = number
         insort(self.ascending, number)
 
-    def most(self, device: str, limit: int | None) -> float:
-        """Return the largest number that a device may report.
+    def largest_allowed(self, device: str, limit: int | None) -> float:
+        """Return the largest number that a device may report: `limit`, or a multiple of the others' median.
 
         Args:
             device: The device, whose own number does not count.
@@ -89,7 +96,7 @@ class DeviceNumbers(Struct):
 
 
 def replace_unprintable(message: M, payload: bytes) -> M:
-    """Replace control characters in the texts of a message, which end up in logs and on terminals.
+    """Return the message with unprintable characters of its texts replaced by "?" or a space.
 
     Args:
         message: Message of a device.
@@ -97,10 +104,11 @@ def replace_unprintable(message: M, payload: bytes) -> M:
     """
     if payload.isascii() and b"\\" not in payload and b"\x7f" not in payload:
         return message
-    return msgspec.convert(_printable(msgspec.to_builtins(message)), type(message))
+    return msgspec.convert(_replace_in_texts(msgspec.to_builtins(message)), type(message))
 
 
-def _printable(value: Any) -> Any:
+def _replace_in_texts(value: Any) -> Any:
+    """Return the value with unprintable characters replaced in all nested texts."""
     if isinstance(value, str):
         return (
             value
@@ -108,18 +116,18 @@ def _printable(value: Any) -> Any:
             else "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
         )
     if isinstance(value, dict):
-        return {_printable(name): _printable(each) for name, each in value.items()}
-    return [_printable(each) for each in value] if isinstance(value, list | tuple) else value
+        return {_replace_in_texts(name): _replace_in_texts(each) for name, each in value.items()}
+    return [_replace_in_texts(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def verify_profile(profile: Profile, right: SiteRight | None) -> Profile:
-    """Return the profile with as many boards as the device has a right to."""
+    """Return the profile with its number of boards limited to the device's right, and 0 without a right."""
     boards = min(profile.boards, right.most) if right is not None else 0
     return profile if boards == profile.boards else replace(profile, boards=boards)
 
 
-def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
-    """Longest time in seconds that a board can have worked on a task.
+def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
+    """Return the longest time in seconds that a device can have worked on a task.
 
     Args:
         waited_s: since it was asked, as far as this process knows.
@@ -129,24 +137,24 @@ def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
 
-def most_w(profile: Profile | None) -> float:
-    """Watts that a board can take at the most."""
+def highest_power_w(profile: Profile | None) -> float:
+    """Return the highest plausible power in watts of a device, or of all boards of a site."""
     said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
     known = [watts for watts in said if watts is not None]
     most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
     return most * (max(profile.boards, 1) if profile else 1)
 
 
-def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
-    """Return the update without claims that cannot be, and a sentence about them, which is "" if there are none."""
+def limit_claims(update: Update, bounds: Bounds) -> tuple[Update, str]:
+    """Return the update with implausible claims lowered or removed, and a sentence about them, or ""."""
     usage, odd, ask, limit_s = update.usage, [], bounds.ask, bounds.limit_s
     if usage.wall_s > limit_s:
         odd.append(f"{usage.wall_s:.4g} s of work, and it was asked {limit_s:.4g} s ago at the most")
         usage = replace(usage, wall_s=limit_s)
-    most_j = most_w(ask.profile) * limit_s
+    most_j = highest_power_w(ask.profile) * limit_s
     joules = max(usage.energy_j or 0.0, usage.idle_j or 0.0, usage.energy_error_j or 0.0)
     if not joules <= most_j:
-        watts = most_w(ask.profile)
+        watts = highest_power_w(ask.profile)
         odd.append(f"{joules:.4g} J, and {watts:.4g} W for {limit_s:.4g} s are {most_j:.4g} J: not counted")
         usage = replace(usage, energy_j=None, idle_j=None, energy_error_j=None)
     sent = sum({ref.sha256: ref.size for ref in update.bundles.values()}.values())
@@ -154,7 +162,10 @@ def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
         if (said := getattr(usage, name)) > most:
             odd.append(f"{name} of {said}, and it was {most} at the most")
             usage = replace(usage, **{name: most})
-    below = update.below
+    below, sums = update.below, update.evaluation
+    if sums is not None and not bounds.checks:
+        odd.append("an evaluation that it was not asked for")
+        sums = None
     if (usage.examples or 0) > (most_examples := bounds.reported * (bounds.right.most if bounds.right else 1)):
         odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
         usage = replace(usage, examples=None)
@@ -162,11 +173,11 @@ def bound(update: Update, bounds: Bounds) -> tuple[Update, str]:
     if below is not None and max(below.down_bytes, below.up_bytes) > most:
         odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
         below = None
-    return (replace(update, usage=usage, below=below), "; ".join(odd)) if odd else (update, "")
+    return (replace(update, usage=usage, below=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
 
 
-def require(update: Update, bounds: Bounds, *, work: bool) -> None:
-    """Check the weight and metrics of an update.
+def require_plausible(update: Update, bounds: Bounds, *, work: bool) -> None:
+    """Check that the metrics of an update and, if it is work, its weight are plausible.
 
     Args:
         update: The update as the device sent it.
@@ -176,24 +187,51 @@ def require(update: Update, bounds: Bounds, *, work: bool) -> None:
     Raises:
         UpdateError: If the update cannot count.
     """
-    if odd := sorted(name for name, value in update.metrics.items() if not math.isfinite(value)):
-        raise UpdateError(f"metric {odd[0]!r} is not a finite number")
-    for name, value in update.metrics.items():
-        metric = KNOWN.get(name.removeprefix(CHECK))
-        if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
-            raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
+    require_metrics(update.metrics)
     for_boards = has_site_bundles(update.bundles) or not work
     boards = bounds.right.most if bounds.right and for_boards else 1
     most = bounds.reported * boards
-    if not 0 <= update.metrics.get("check.examples", 0.0) <= most:
-        raise UpdateError(f"metric 'check.examples' is negative, or more than {most:g}")
+    if update.evaluation is not None:
+        _require_evaluation(update.evaluation, bounds, most, boards=boards if bounds.right and for_boards else 0)
     if work:
-        _require_weight(update, bounds.examples * boards, update.usage.examples)
+        _require_weight_within(update, bounds.examples * boards, update.usage.examples)
         _require_speed(update, bounds)
 
 
-def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
-    """Check that a site may speak for the boards of its update, and that none counts for more than a device may.
+def require_metrics(metrics: Mapping[str, float]) -> None:
+    """Check the names and values of training metrics.
+
+    Raises:
+        UpdateError: If there are too many, or one cannot be.
+    """
+    if len(metrics) > MOST_METRICS:
+        raise UpdateError(f"{len(metrics)} metrics, and {MOST_METRICS} are the most")
+    for name, value in metrics.items():
+        if not METRIC_NAME.fullmatch(name):
+            raise UpdateError(f"metric {name!r} has a name other than up to 40 of a-z, 0-9, _, . and -")
+        if not math.isfinite(value):
+            raise UpdateError(f"metric {name!r} is not a finite number")
+        metric = KNOWN.get(name)
+        if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
+            raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
+
+
+def _require_evaluation(sums: EvaluationSums, bounds: Bounds, most: float, boards: int) -> None:
+    if sums.examples > most:
+        raise UpdateError(f"an evaluation on {sums.examples} examples, and {most:g} are the most")
+    wanted = (bounds.task, bounds.outputs or sums.outputs)
+    if sums.examples and (sums.task, sums.outputs) != wanted:
+        raise UpdateError(
+            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {wanted[1]} ({wanted[0]})"
+        )
+    metric = MAIN[sums.task]
+    odd = evaluation.inconsistency(sums) or evaluation.odd_devices(sums, boards, 1.0 if metric.share else math.inf)
+    if odd:
+        raise UpdateError(f"its evaluation has {odd}")
+
+
+def require_site_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds) -> None:
+    """Check that a site may submit updates of these boards, and that no board's weight is too large.
 
     Raises:
         UpdateError: If the site has no right to do so.
@@ -206,19 +244,21 @@ def require_boards(update: Update, parts: Sequence[passed.Part], bounds: Bounds)
     if uncovered := right.uncovered(part.device for part in parts):
         raise UpdateError(f"{update.device} has no right to speak for {', '.join(uncovered[:5])}")
     for part in parts:
+        require_metrics(part.metrics)
         if part.weight > bounds.examples:
-            raise UpdateError(_too_heavy(part.device, part.weight, bounds.examples))
-    _require_weight(update, len(parts) * bounds.examples, None)
+            raise UpdateError(_weight_problem(part.device, part.weight, bounds.examples))
+    _require_weight_within(update, len(parts) * bounds.examples, None)
 
 
-def _require_weight(update: Update, most: float, told: int | None) -> None:
+def _require_weight_within(update: Update, most: float, told: int | None) -> None:
     if not update.weight <= most:
-        raise UpdateError(_too_heavy(update.device, update.weight, most))
+        raise UpdateError(_weight_problem(update.device, update.weight, most))
     if told is not None and update.weight > max(told, 1):
         raise UpdateError(f"{update.device} wants to count as {update.weight:g} examples and says that it has {told}")
 
 
-def _too_heavy(device: str, weight: float, most: float) -> str:
+def _weight_problem(device: str, weight: float, most: float) -> str:
+    """Return the error text for a weight that is above the largest allowed."""
     return (
         f"{device} wants to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples if "
         "it really has so many"
@@ -226,7 +266,7 @@ def _too_heavy(device: str, weight: float, most: float) -> str:
 
 
 def _require_speed(update: Update, bounds: Bounds) -> None:
-    """Check that a device can have worked through its examples at ten times the speed of its profile."""
+    """Raise UpdateError if the weight needs more than FASTER times the computing speed of the profile."""
     ask, limit_s = bounds.ask, bounds.limit_s
     each = ask.work.flops_per_example
     speed = max((point.flops_per_s or 0.0 for point in ask.profile.points), default=0.0) if ask.profile else 0.0

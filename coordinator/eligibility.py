@@ -110,7 +110,8 @@ def _plugin(seen: Seen, wants: Wants) -> str | None:
     return None
 
 
-def _offline(seen: Seen, wants: Wants) -> str | None:
+def _offline_code(seen: Seen, wants: Wants) -> str | None:
+    """Return "silent" or "offline" for a device that cannot be reached, or None."""
     return None if seen.online else "silent" if seen.silent else "offline"
 
 
@@ -147,8 +148,19 @@ def _hot(seen: Seen, wants: Wants) -> str | None:
     return "hot" if told.temperature_c > limit else None
 
 
-def _full(seen: Seen, wants: Wants) -> str | None:
+def _full_disk_code(seen: Seen, wants: Wants) -> str | None:
+    """Return "full" if the device's latest telemetry reports a full disk, or None."""
     return "full" if seen.telemetry is not None and seen.telemetry.disk_full else None
 
 
-CHECKS: Final[tuple[Check, ...]] = (_offline, _flooding, _engine, _labels, _codec, _plugin, _battery, _hot, _full)
+CHECKS: Final[tuple[Check, ...]] = (
+    _offline_code,
+    _flooding,
+    _engine,
+    _labels,
+    _codec,
+    _plugin,
+    _battery,
+    _hot,
+    _full_disk_code,
+)

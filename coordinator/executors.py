@@ -74,7 +74,7 @@ class Executor(Protocol):
         ...
 
     def right_of(self, device: str) -> SiteRight | None:
-        """Return the right in a device's certificate, or None without one."""
+        """Return the site right in a device's certificate, or None without one."""
         ...
 
     def fetch(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
@@ -98,7 +98,7 @@ class Executor(Protocol):
 
     @property
     def in_use(self) -> set[str]:
-        """Blobs of updates that devices have stored here, before and while they submit them."""
+        """Blobs of updates that devices themselves have written to the store."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class Executor(Protocol):
         ...
 
     def release(self, device: str, kind: wire.Kind, release: wire.Release | None) -> None:
-        """Give a device what it shall run, for the first time or again, and let it fetch the blob; None: nothing.
+        """Send a release to a device and let it fetch the blob, or clear its release if `release` is None.
 
         Raises:
             JobError, WireError: it cannot be sent, or devices of this kind run no releases.
@@ -219,24 +219,24 @@ class OverLink:
         return self._transfers.fds()
 
     def hear(self, now_s: float) -> Iterator[Heard]:
-        """Yield messages of the link; None first after each new session."""
+        """Yield messages and changes of devices since the last call, and None after each new session."""
         self._gate.now_s = now_s
-        self.absence.note(self._link.connected, now_s)
+        self.absence.record_connection(self._link.connected, now_s)
         if self._link.session != self._session:
             self._session = self._link.session
             self._link.subscribe(self._topics.for_coordinator())
             self.renew(self._epoch)
             yield None
         for message in self._link.receive():
-            said = self._read(message, now_s)
+            said = self._decode_message(message, now_s)
             while self._returned:
                 yield Returned(self._returned.pop())
             if said is not None:
                 yield said
-        for device in self._watch(now_s):
+        for device in self._request_presences(now_s):
             yield Silent(device)
         for device in self._gate.take_flooded():
-            self._silence.gone(device)  # it may send, and is not read
+            self._silence.forget(device)  # it may send, and is not read
             yield Flooded(device)
         for sentence in self.garbage.due(now_s):
             log.warning("%s", sentence)
@@ -250,7 +250,7 @@ class OverLink:
             yield Appeared(device)
 
     def due_s(self, now_s: float) -> float:
-        """Send due chunks; the earlier of the next chunk and the next repeated task."""
+        """Send due chunks. Return the time at which `hear` has to be called next."""
         return min(self._transfers.step(now_s), self._issues.next_s(), self._gate.next_s(), self._silence.next_s())
 
     def send(self, device: str, task: Task, now_s: float) -> None:
@@ -300,12 +300,12 @@ class OverLink:
         return self._transfers.queue.held_s(device)
 
     def give_way(self, device: str, now_s: float) -> None:
-        """See `Executor`; what has come of its blobs is kept."""
+        """Let other devices transfer first, and keep the bytes received so far."""
         self._transfers.give_way(device, now_s)
 
     @property
     def in_use(self) -> set[str]:
-        """None: devices store nothing here by themselves."""
+        """Empty set, as devices do not write to the store themselves."""
         return set()
 
     def answer(self, device: str, ack: wire.Ack) -> None:
@@ -322,12 +322,12 @@ class OverLink:
         self._link.publish(self._topics.device(device, "dn", kind), payload, retain=True)
 
     def renew(self, epoch: int) -> None:
-        """Publish that the coordinator is online, with this epoch, which its tasks have from now on."""
+        """Publish that the coordinator is online, with the epoch of all further tasks."""
         self._epoch = epoch
-        self._publish(self._topics.coord, self._state, retain=True)
+        self._publish(self._topics.coord, self._presence_message, retain=True)
 
     def tell(self, job: Shown) -> None:
-        """Publish the round as a retained message on the job's topic; at the job's end the broker keeps none."""
+        """Publish the job's round as a retained message, and delete that message at the job's end."""
         state, topic = job.rounds, self._topics.job(job.id)
         over = state.phase in ("done", "failed", "stopped")
         message = wire.RoundState(
@@ -355,7 +355,8 @@ class OverLink:
         self.places.close()
         self._link.close()
 
-    def _read(self, message: Message, now_s: float) -> Said | None:
+    def _decode_message(self, message: Message, now_s: float) -> Said | None:
+        """Decode a message and note the contact. Return None if it is invalid, or handled already."""
         try:
             route = wire.route(message.topic)
             if route.direction != "up":
@@ -369,7 +370,7 @@ class OverLink:
                 for device in unasked:
                     self._gate.weigh(device, 0)
                 if not unasked:  # else anybody may have sent it: a chunk is not signed
-                    self._heard(route.device)
+                    self._record_contact(route.device)
                 return None
             told = claims.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
@@ -377,41 +378,41 @@ class OverLink:
             if isinstance(told, Profile):
                 self.places.said(told)
             if isinstance(told, wire.Presence) and not told.online:
-                self._silence.gone(route.device)
+                self._silence.forget(route.device)
             elif not message.retained:
-                self._heard(route.device)
+                self._record_contact(route.device)
             elif isinstance(told, wire.Presence):
-                self._silence.announced(route.device)
+                self._silence.expect_contact(route.device)
             return route.device, told
         except WireError as error:
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
             return None
 
-    def _remove(self, device: str) -> None:
-        """Clear what the broker keeps of a device."""
+    def _remove_device(self, device: str) -> None:
+        """Withdraw a device's task and delete its retained messages on the broker."""
         self.withdraw(device)
-        self._silence.gone(device)
+        self._silence.forget(device)
         for kind in KINDS:
             self.release(device, kind, None)
         for leaf in ("presence", "profile"):
             self._link.publish(self._topics.device(device, "up", leaf), b"", retain=True)
 
-    def _heard(self, device: str) -> None:
-        """Note that a message of a device has just come."""
-        if self._silence.heard(device):
+    def _record_contact(self, device: str) -> None:
+        """Record that a message of a device has just arrived, and whether the device was silent before."""
+        if self._silence.record_contact(device):
             self._returned.append(device)
 
-    def _watch(self, now_s: float) -> list[str]:
-        """Ask devices that have been quiet for their presence. Return those that have become silent."""
-        quiet = self._silence.step(now_s, self.absence.hears(now_s))
+    def _request_presences(self, now_s: float) -> list[str]:
+        """Request the presence of quiet devices. Return the devices that have become silent."""
+        quiet = self._silence.step(now_s, self.absence.can_reach_devices(now_s))
         for device in quiet.ask:
-            self._ask(device)
+            self._request_presence(device)
         return quiet.silent
 
-    def _ask(self, device: str) -> None:
-        """Ask a device for its presence; a broker does not keep the request for one that is away."""
-        self._publish(self._topics.device(device, "dn", "presence"), self._state, reliable=False)
+    def _request_presence(self, device: str) -> None:
+        """Request a device's presence, by a message that the broker does not keep for later."""
+        self._publish(self._topics.device(device, "dn", "presence"), self._presence_message, reliable=False)
 
     def _brought(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
         missing = self._fetching.get(device)
@@ -429,7 +430,7 @@ class OverLink:
             yield Arrived(device)
 
     @property
-    def _state(self) -> wire.CoordState:
+    def _presence_message(self) -> wire.CoordState:
         return wire.CoordState(online=True, epoch=self._epoch)
 
     def _publish(self, topic: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:

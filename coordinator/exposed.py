@@ -114,7 +114,7 @@ class Exposed:
         ):
             samples = [((job,), float(values[place])) for job, values in running.items()]
             yield Family(f"fedquilt_{name}", "gauge", about, ("job",), samples)
-        yield from _of_boards(self._boards(), now)
+        yield from _board_families(self._boards(), now)
 
     def _named(self, job: str) -> str:
         if job not in self._jobs:
@@ -124,7 +124,8 @@ class Exposed:
         return job
 
 
-def _of_boards(known: Sequence[Known], now: float) -> Iterator[Family]:
+def _board_families(known: Sequence[Known], now: float) -> Iterator[Family]:
+    """Yield the metric families of boards: their number by state, then information and gauges of each."""
     online = sum(board.online for board, _ in known)
     working = sum(board.online and board.doing is not None for board, _ in known)
     waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in known)

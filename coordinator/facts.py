@@ -21,7 +21,7 @@ from fedquilt.coordinator.eligibility import BUSY, SHARE
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UNKNOWN, UPDATE, Refused
 from fedquilt.coordinator.transitions import Phase
-from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
+from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update
 
 # -- facts ----------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Declined(Fact, frozen=True):
     code: str
     reason: str
     short: Short | None = None  # requirements of the task, where it lacked memory
-    start: str = ""  # of its agent, as of `Registry.start`; "": not known
+    start: str = ""  # of its agent, as of `Registry.agent_start_key`; "": not known
 
 
 class Answered(Fact, frozen=True):
@@ -130,7 +130,7 @@ class Restarted(Fact, frozen=True):
     """Another process has the running attempt, or waits for the first round, so many seconds after its beginning."""
 
     round: int
-    passed_s: float  # of the deadline, as `rounds.restarted` counts them
+    passed_s: float  # of the deadline, as `rounds.restart_event` counts them
 
 
 class Committed(Fact, frozen=True):
@@ -139,10 +139,11 @@ class Committed(Fact, frozen=True):
     round: int
     state: BlobRef
     finished: bool
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of training
     notes: tuple[str, ...] = ()
     took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
     settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
+    evaluation: EvaluationSums | None = None  # of the state that the round began with
 
 
 class Ended(Fact, frozen=True, omit_defaults=True):
@@ -254,7 +255,7 @@ class Rounds(msgspec.Struct, frozen=True):
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
     def declined_by(self, device: str, code: str, reason: str, ask: Ask, start: str = "") -> Declined:
-        """Fact that a device, whose agent is the one of this `start`, declines the task described by `ask`."""
+        """Return the event that a device declines the task of `ask`. `start` identifies its agent's process."""
         lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
         return Declined(self.round, device, code, reason, Short.of(ask) if lacks_memory else None, start)
 
@@ -276,7 +277,7 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
     to = transitions.allowed(kind, state.phase)
     if of != state.round:
         raise JobError(f"{kind} of round {of} in the log of a job whose running round is {state.round}{_NOT_OURS}")
-    after = _applied(state, fact, now_s) if to else state
+    after = _apply_fact(state, fact, now_s) if to else state
     if after.phase not in to:
         raise JobError(f"{kind} in round {state.round} cannot happen to a job that is {state.phase}{_NOT_OURS}")
     return after
@@ -285,7 +286,8 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
 _NOT_OURS = ": the log was not written by this coordinator's rules; run the job anew"
 
 
-def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
+def _apply_fact(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
+    """Return the job state after an event."""
     match fact:  # the most frequent first
         case Answered():
             device, took = fact.update.device, state.took
@@ -299,23 +301,23 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case Started():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
-            state = replace(_timed_anew(state, now_s), phase=begun, state=fact.state, began_s=now_s)
+            state = replace(_restart_attempt_time(state, now_s), phase=begun, state=fact.state, began_s=now_s)
             state = replace(state, settles=fact.settles, ordered=fact if fact.actions else None, settling=fact.settling)
             if fact.begins < state.round:
                 return _taken_back(state, fact.begins)
-            return state if fact.begins == state.round and not state.answered else _cleared(state, fact.begins)
+            return state if fact.begins == state.round and not state.answered else _clear_round(state, fact.begins)
         case Noted():
             return state
         case Surveyed():
             return _surveyed(state, fact)
         case Resumed():
             phase: Phase = "open" if state.asked or state.answered else "selecting"
-            state = replace(_timed_anew(state, now_s), phase=phase, extended=False, attempt=0, reason="")
+            state = replace(_restart_attempt_time(state, now_s), phase=phase, extended=False, attempt=0, reason="")
             return replace(state, declined={}, refused={}, idle=frozenset(), silent=(), began_s=now_s)
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked():
-            return _asked(state, fact, now_s)
+            return _apply_asked(state, fact, now_s)
         case Declined() | Rejected():
             declined = {**state.declined, fact.device: fact.reason}
             roll = state.roll - {fact.device} if isinstance(fact, Declined) else state.roll
@@ -328,7 +330,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
                 idle = idle | {fact.device}
             return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
         case Lost():
-            return _lost(state, fact, now_s)
+            return _apply_update_lost(state, fact, now_s)
         case Folded():
             return replace(state, folded=fact)
         case Closed():
@@ -336,23 +338,24 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Extended():
             return replace(state, allowed_s=None, extended=True)
         case Reopened():
-            state = replace(_timed_anew(state, now_s), attempt=fact.attempt, extended=False, due=frozenset())
+            state = replace(_restart_attempt_time(state, now_s), attempt=fact.attempt, extended=False, due=frozenset())
             silent = (*(device for device in state.silent if device not in state.asked), *sorted(state.asked))
             return replace(state, silent=silent, asked=frozenset(), declined={}, idle=frozenset())
         case Restarted(passed_s=passed_s):
             return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
         case Committed():
-            return _committed(state, fact, now_s)
+            return _apply_committed(state, fact, now_s)
 
 
-def _timed_anew(state: Rounds, now_s: float) -> Rounds:
-    """The state with an attempt that begins now."""
+def _restart_attempt_time(state: Rounds, now_s: float) -> Rounds:
+    """Return the state with the time of the running attempt counted from now."""
     return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
 
 
-def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
+def _apply_asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
+    """Return the state after devices were asked. The first ones of an attempt open the round."""
     if state.phase == "selecting":
-        state = replace(_timed_anew(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
+        state = replace(_restart_attempt_time(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
         state = replace(state, asked_s={}, work={}, roll=frozenset())
     return replace(
         state,
@@ -366,13 +369,13 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
     )
 
 
-def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
-    """The device works on its task again, in the time of an attempt; a round that was closed is open for it."""
+def _apply_update_lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
+    """Return the state without a lost update, whose device works on its task again."""
     device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
     answered = {name: update for name, update in state.answered.items() if name != device}
     through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
     if state.phase == "closing":
-        state = replace(_timed_anew(state, now_s), phase="open", extended=False)
+        state = replace(_restart_attempt_time(state, now_s), phase="open", extended=False)
     folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
     state = replace(state, answered=answered, through=through, folded=folded, asked_s=asked_s)
     return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
@@ -390,8 +393,8 @@ def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
     )
 
 
-def _cleared(state: Rounds, round: int) -> Rounds:
-    """The job before a round of which nothing has happened yet: the running one is committed, or was given up."""
+def _clear_round(state: Rounds, round: int) -> Rounds:
+    """Return the state before round `round` starts, without devices, updates and refusals of the last one."""
     state = replace(state, round=round, attempt=0, asked=frozenset(), answered={}, declined={})
     refused = {name: kept for name, kept in state.refused.items() if REFUSALS[kept.code].lasts != "round"}
     state = replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
@@ -402,14 +405,15 @@ def _taken_back(state: Rounds, round: int) -> Rounds:
     """The job of a site before a round that it has worked for already: the coordinator above is an older copy."""
     history = {device: rounds.before(round) for device, rounds in state.history.items()}
     since = {device: min(last, round) for device, last in state.since.items()}
-    return replace(_cleared(state, round), history=history, since=since)
+    return replace(_clear_round(state, round), history=history, since=since)
 
 
-def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
+def _apply_committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
+    """Return the state before the next round, with history, costs and method state of the committed one."""
     took_part = {device: state.history.get(device, NEVER).plus(state.round) for device in state.answered}
     history, checked = {**state.history, **took_part}, state.over and not state.settling
     spent = replace(state.spent, wall_s=state.spent.wall_s + fact.took_s)
-    after = _timed_anew(_cleared(state, state.round + 1), now_s)
+    after = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
     after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
     after = replace(after, extra=state.extra + fact.settled, spent=spent)

@@ -39,7 +39,7 @@ class Known:
 
     @property
     def online(self) -> bool:
-        """Whether it can be reached now."""
+        """Whether the device can be reached now."""
         return self.announced and not self.silent
 
 
@@ -61,8 +61,8 @@ class Registry:
         self._able: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
         self._barred: dict[Wants, tuple[int, dict[str, str]]] = {}
 
-    def presence(self, device: str, message: Presence, now_s: float) -> bool:
-        """Note a presence message; True when the device has just appeared or restarted."""
+    def update_presence(self, device: str, message: Presence, now_s: float) -> bool:
+        """Store a presence message. Return whether the device has just appeared or restarted."""
         known = self._heard(device)
         appeared = message.online and (not known.online or known.boot != message.boot)
         if known.online and not message.online:
@@ -73,21 +73,21 @@ class Registry:
         known.silent = known.silent and message.online
         return appeared
 
-    def silent(self, device: str, now_s: float) -> None:
-        """Note that a device does not answer any more."""
+    def mark_silent(self, device: str, now_s: float) -> None:
+        """Record that a device no longer answers."""
         known = self._heard(device)
         known.silent, known.gone_s = True, now_s
 
-    def returned(self, device: str) -> None:
-        """Note that a silent device has sent a message."""
+    def mark_returned(self, device: str) -> None:
+        """Record that a silent device has sent a message."""
         self._heard(device).silent = False
 
-    def remove(self, device: str, now_s: float) -> None:
+    def forget_device(self, device: str, now_s: float) -> None:
         """Forget all that a device has sent, until its next message."""
         self.devices[device] = Known(boot=self._heard(device).boot, gone_s=now_s - GRACE_S)
 
-    def gone(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
-        """Return those that are known to have been offline for GRACE_S, or to be silent."""
+    def find_gone(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
+        """Return those of `devices` that are silent, or known to have been offline for GRACE_S."""
         seen = self.seen(now_s)
         return frozenset(
             device for device in devices if device in seen and not seen[device].online and self.devices[device].boot
@@ -104,8 +104,8 @@ class Registry:
         if profile != known.profile:
             known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
 
-    def grant(self, device: str, right: SiteRight | None) -> None:
-        """Set the right of a device. A profile received under another right is forgotten."""
+    def set_right(self, device: str, right: SiteRight | None) -> None:
+        """Set the site right of a device. If it has changed, forget the device's profile."""
         known = self.devices.get(device)
         if right == (known.right if known else None):
             return
@@ -117,8 +117,8 @@ class Registry:
         known = self.devices.get(device)
         return known.right if known else None
 
-    def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
-        """Note a device's telemetry."""
+    def update_telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
+        """Store a device's telemetry, and note whether it has freed disk space since the last one."""
         known = self._heard(device)
         known.freed += bool(known.telemetry and known.telemetry.disk_full and message.disk_full is False)
         known.telemetry, known.told_s = message, now_s
@@ -132,8 +132,8 @@ class Registry:
         known = self.devices.get(device)
         return known.profile if known else None
 
-    def start(self, device: str) -> str:
-        """Return what differs after a device's agent started, announced another profile or freed disk space, or ""."""
+    def agent_start_key(self, device: str) -> str:
+        """Return a text that changes when the device's agent restarts, changes its profile or frees disk space."""
         known = self.devices.get(device)
         return f"{known.boot} {known.about} {known.freed}" if known is not None and known.boot else ""
 
@@ -142,7 +142,7 @@ class Registry:
 
         Returns the same dictionary as long as nothing has changed.
         """
-        version = self._look(now_s)
+        version = self._refresh_views(now_s)
         if self._seen[0] != version:
             self._seen = (version, dict(self._views))
         return self._seen[1]
@@ -153,7 +153,7 @@ class Registry:
 
     def able(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
         """Online devices with one of the engines -> the first of `engines` that they have. Not to be changed."""
-        version = self._look(now_s)
+        version = self._refresh_views(now_s)
         upto, found = self._able.get(engines, (0, {}))
         if upto != version:
             found = dict(found)
@@ -168,7 +168,7 @@ class Registry:
 
     def barred(self, wants: Wants, now_s: float) -> dict[str, str]:
         """`eligibility.reasons` of all devices at this moment. Not to be changed."""
-        version = self._look(now_s)
+        version = self._refresh_views(now_s)
         upto, found = self._barred.get(wants, (0, {}))
         if upto != version:
             again = {device: self._views[device] for device in self._since(upto)}
@@ -183,8 +183,8 @@ class Registry:
         self._stale.add(device)
         return self.devices.setdefault(device, Known())
 
-    def _look(self, now_s: float) -> int:
-        """Update all views to now; returns a number that changes whenever a view does."""
+    def _refresh_views(self, now_s: float) -> int:
+        """Bring all views up to date. Return a number that changes whenever a view does."""
         while self._expiring and self._expiring[0][0] <= now_s:
             self._stale.add(heapq.heappop(self._expiring)[1])
         for device in [device for device in self.devices if device in self._stale] if self._stale else ():
@@ -211,5 +211,5 @@ class Registry:
         return len(self._changed)
 
     def _since(self, version: int) -> Iterable[str]:
-        """Devices whose views have changed since `_look` returned that number."""
+        """Devices whose views have changed since `_refresh_views` returned that number."""
         return dict.fromkeys(self._changed[version:])

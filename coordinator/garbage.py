@@ -3,11 +3,11 @@
 A blob is named by its content, so runs share blobs, and no run may delete its own. Invariant: while any of these roots
 holds a blob, the blob is not deleted.
 
-- Events of all runs and rollouts of the home, served or not (`Store.held`).
+- Events of all runs and rollouts of the home, served or not (`Store.referenced_blobs`).
 - What active jobs use beside their events (`Serving.in_use`): the bundle, the state, the partial aggregate, blobs sent
   with tasks, updates accepted and in no stored partial aggregate, updates in transfer.
 - Updates that simulated devices have stored here and that are not answered yet (`Executor.in_use`).
-- Blobs that a work item has stored or found, until its result is recorded (`Depot.pinning`).
+- Blobs that a work item has stored or found, until its result is recorded (`Depot.pin_during`).
 
 The roots are read, and garbage is deleted, in one write transaction of the database, at the end of a step, when every
 event of the step is written. A process that adds a root from outside checks the blob in the transaction that adds it.
@@ -43,8 +43,8 @@ class GarbageCollector:
         self._candidates: set[str] = set()
         self._soon = self._all = False
 
-    def add(self, blobs: AbstractSet[str], *, soon: bool = False) -> None:
-        """Delete blobs at the end of a step, unless a root holds them then.
+    def add_candidates(self, blobs: AbstractSet[str], *, soon: bool = False) -> None:
+        """Mark released blobs for deletion by the next `collect`, if no root needs them then.
 
         Args:
             blobs: SHA-256 of blobs that one user has released.
@@ -53,27 +53,27 @@ class GarbageCollector:
         self._candidates |= blobs
         self._soon = self._soon or soon
 
-    def add_all(self) -> None:
-        """Delete every blob at the end of a step that no root holds then: also those of a process that was killed."""
+    def add_all_blobs(self) -> None:
+        """Mark every blob for deletion by the next `collect`, if no root needs it then."""
         self._all = True
 
     def is_due(self, updates: int) -> bool:
-        """Return whether the candidates are worth a look at all roots, among which are so many accepted updates."""
+        """Return whether the candidates are worth reading all roots, given the number of accepted updates."""
         return self._all or self._soon or (bool(self._candidates) and len(self._candidates) * TOGETHER >= updates)
 
     def collect(self) -> bool:
-        """Delete the candidates that no root holds. Return False if a damaged log may hide roots."""
+        """Delete the candidates that no root needs. Return False if a damaged log may hide roots."""
         depot = self._store.depot
         with self._store.transaction():
             if unsound := self._store.unsound():
                 if self._all:
                     log.error("unreferenced blobs are kept: the log of %s is damaged", ", ".join(unsound))
             else:
-                roots = self._store.held() | self._in_use()
+                roots = self._store.referenced_blobs() | self._in_use()
                 if self._all:
-                    depot.keep(roots)
+                    depot.remove_all_but(roots)
                 for sha256 in self._candidates - roots:
                     depot.drop(sha256)
-        self._candidates &= depot.pinned()  # their work items may end without an event
+        self._candidates &= depot.pinned_blobs()  # their work items may end without an event
         self._soon = self._all = False
         return not unsound

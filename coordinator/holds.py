@@ -1,7 +1,7 @@
 """Jobs that a coordinator holds because the disk does not give back what they need: noted for whoever looks at them.
 
-Nothing rests on it. The table is made when the first job is held; readers and earlier homes have none. What a start of
-a coordinator has noted is void for the next one, which tries anew.
+The table is made when the first job is held. The next coordinator tries at once, and counts the tries of those before
+it, so that jobs are given up however often coordinators are killed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Final, NamedTuple
 
 from fedquilt.coordinator.store_rows import storing
 
-_THERE: Final = "select 1 from sqlite_master where name = 'held'"
+_THERE: Final = "select 1 from sqlite_master where name = 'suspended'"
 _MADE: Final = (
-    """create table if not exists held (
-        job text primary key, epoch integer not null, since real not null, again real not null, why text not null)""",
-    """create trigger if not exists held_of_removed_jobs after delete on jobs begin
-        delete from held where job = old.id; end""",
+    """create table if not exists suspended (
+        job text primary key, epoch integer not null, since real not null, again real not null, why text not null,
+        what text not null, tries integer not null)""",
+    """create trigger if not exists suspended_of_removed_jobs after delete on jobs begin
+        delete from suspended where job = old.id; end""",
 )
 
 
@@ -30,6 +31,8 @@ class Hold(NamedTuple):
     since: float
     again: float  # when it is tried again
     why: str
+    what: str = ""  # what cannot be read
+    tries: int = 0
 
     def __str__(self) -> str:
         """What the job waits for, as a sentence's end."""
@@ -64,19 +67,36 @@ class Holds:
         with self._writing():
             for statement in _MADE:
                 self._db.execute(statement)
-            self._db.execute("insert or replace into held values (?, ?, ?, ?, ?)", (job, self._epoch(), *hold))
+            self._db.execute(
+                "insert or replace into suspended values (?, ?, ?, ?, ?, ?, ?)", (job, self._epoch(), *hold)
+            )
 
     def forget(self, job: str) -> None:
         """Note that a job is not held any more."""
         with self._writing():
             if self._db.execute(_THERE).fetchone() is not None:
-                self._db.execute("delete from held where job = ?", (job,))
+                self._db.execute("delete from suspended where job = ?", (job,))
+
+    def end(self, job: str) -> None:
+        """Note that a job goes on. Its tries stay, for a next failure."""
+        with self._writing():
+            if self._db.execute(_THERE).fetchone() is not None:
+                self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
 
     def of(self, job: str) -> Hold | None:
-        """Reason for which the latest coordinator of this home holds a job; None: the job is not held."""
+        """Return why the latest coordinator of this home holds a job, or None if it does not."""
+        found = self._found(job)
+        return None if found is None or found[0] != self._epoch() else found[1]
+
+    def last(self, job: str) -> Hold | None:
+        """Return why this coordinator or one before it held a job last, or None if none did."""
+        found = self._found(job)
+        return None if found is None else found[1]
+
+    def _found(self, job: str) -> tuple[int, Hold] | None:
         with storing(self._home):
             if self._db.execute(_THERE).fetchone() is None:
                 return None
-            query = "select since, again, why from held where job = ? and epoch = ?"
-            found = self._db.execute(query, (job, self._epoch())).fetchone()
-        return None if found is None else Hold(*found)
+            query = "select epoch, since, again, why, what, tries from suspended where job = ?"
+            found = self._db.execute(query, (job,)).fetchone()
+        return None if found is None else (found[0], Hold(*found[1:]))

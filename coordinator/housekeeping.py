@@ -76,8 +76,8 @@ def own(store: Store) -> dict[str, int]:
     return found
 
 
-def retire(store: Store, retention: Retention, now: float) -> list[str]:
-    """Remove ended runs that need not be kept, by the process that serves the home; returns their ids.
+def remove_expired_runs(store: Store, retention: Retention, now: float) -> list[str]:
+    """Remove ended runs that the retention rules do not keep, and return their ids.
 
     Their blobs are left to the garbage collector.
 
@@ -94,18 +94,18 @@ def retire(store: Store, retention: Retention, now: float) -> list[str]:
     if retention.keep is None and retention.older_s is None:
         return []
     ids = old(store, now, retention.keep, retention.older_s)
-    if gone := store.remove(ids, only_ended=True) if ids else []:
-        _remove_strays(store)
+    if gone := store.delete_runs(ids, only_ended=True) if ids else []:
+        _remove_files_of_deleted_runs(store)
     return gone
 
 
 def _ended(row: Row | Unreadable, log: Log | None) -> float:
-    """Wall-clock seconds of a run's last fact; of one whose log is empty or damaged: when it was queued."""
+    """Return the wall-clock time of a run's last event, or of its queueing if the log is empty or damaged."""
     return row.created if log is None or not log.whole or log.at is None else log.at
 
 
-def remove(store: Store, ids: Collection[str]) -> Swept:
-    """Remove runs, then every file of this home that no run needs.
+def remove_runs(store: Store, ids: Collection[str]) -> Swept:
+    """Remove runs, then every file of the home that no run needs, and return what was removed.
 
     Nothing else runs here meanwhile: if nobody serves the home, this process holds its lock until it ends.
 
@@ -115,29 +115,29 @@ def remove(store: Store, ids: Collection[str]) -> Swept:
     """
     store.require_idle(ids)
     alone = store.lock()
-    before = _sweep(store, alone)  # on a full disk, this makes the room without which no run can be removed
-    store.remove(ids)
-    after = _sweep(store, alone)
+    before = _collect_garbage(store, alone)  # on a full disk, this makes the room without which no run can be removed
+    store.delete_runs(ids)
+    after = _collect_garbage(store, alone)
     return Swept(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
 
 
-def _sweep(store: Store, alone: bool) -> Swept:
+def _collect_garbage(store: Store, alone: bool) -> Swept:
     """Remove agents' folders and evaluations of runs that no longer exist and, if `alone`, blobs that no run needs."""
-    files, total = _remove_strays(store)
+    files, total = _remove_files_of_deleted_runs(store)
     if not alone:
         return Swept(files, total, blobs_left=True)
     collector, before = GarbageCollector(store), _weigh(store.depot.folder)
-    collector.add_all()
+    collector.add_all_blobs()
     collected = collector.collect()
     after = _weigh(store.depot.folder)
     return Swept(files + before[0] - after[0], total + before[1] - after[1], blobs_left=not collected)
 
 
-def _remove_strays(store: Store) -> tuple[int, int]:
-    """Remove files and folders named after runs that are not in the list; return their number of files and bytes."""
+def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
+    """Remove files and folders of deleted runs. Return the number of files and their bytes."""
     files = total = 0
     with doing(f"clear {store.home}"):
-        found = list(_named_after_runs(store.home))
+        found = list(_files_named_after_runs(store.home))
         known = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
         for place in [place for place, run in found if run not in known]:
             count, size = _weigh(place)
@@ -149,8 +149,8 @@ def _remove_strays(store: Store) -> tuple[int, int]:
     return files, total
 
 
-def _named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
-    """Files and folders that are named after a run, and its id."""
+def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
+    """Yield files and folders that are named after a run, with the id of the run."""
     for folder, ending in _NAMED:
         if (home / folder).is_dir():
             yield from (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from fedquilt import tensors, tiers
+from fedquilt import metrics, tensors, tiers
 from fedquilt.coordinator import checks, claims, encoding, manifest, mending, stop, summing, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.contributed import NEVER
@@ -22,8 +22,14 @@ from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Folded, Rounds
 from fedquilt.coordinator.folding import blobs, size_of
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.preflight import needs, require_made_for
-from fedquilt.coordinator.round_metrics import average, missing, unchanged_loss
-from fedquilt.coordinator.rounds import restarted, taken_up
+from fedquilt.coordinator.round_metrics import (
+    add_up,
+    average_metrics,
+    explain_evaluation,
+    explain_missing_metrics,
+    explain_unchanged_loss,
+)
+from fedquilt.coordinator.rounds import on_process_clock, restart_event
 from fedquilt.coordinator.states import Opened, States
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.summing import Summing
@@ -51,9 +57,10 @@ HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to
 
 
 class Running:
-    """One job of the store as its facts have it, which goes on once it is `opened`; what has `large_bytes` is on disk.
+    """Job in the state of its event log, which continues after `continue_from`. Parts of `large_bytes` are on disk.
 
-    The running attempt has its whole deadline or, if time goes by the store's clock, what is left (`rounds.restarted`).
+    The running attempt has its whole deadline or, if time goes by the store's clock, what is left
+    (`rounds.restart_event`).
 
     Raises:
         JobError: the job cannot be run as written, or its log or bundle cannot be used.
@@ -77,18 +84,20 @@ class Running:
         self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
+        network = self.bundle.meta.get("network", {})
+        self._predicts = metrics.task_of(network), network.get("classes")
         self._held = tasks.held_of(row.job.data)
         self._alike: tasks.Common  # of the running round, as are the next five
         self._common: Mapping[str, Tensors | BlobRef]  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: manifest.Manifests | None  # what its updates may hold
         self._summing: Summing
-        self.standing, after = store.snapshots.of(self.id, Plan.of(row.job), now_s)
+        self.standing, after = store.snapshots.load_state(self.id, Plan.of(row.job), now_s)
         self.rounds = self.standing.rounds  # state of its rounds
         wall_s = store.depot.disk.wall_s()
         for _, at, fact in store.facts(self.id, after):
             self._note(fact, apply(self.rounds, fact, now_s - (wall_s - at) * by_wall))
-        self.rounds = self.standing.rounds = taken_up(self.rounds, now_s, by_wall)
+        self.rounds = self.standing.rounds = on_process_clock(self.rounds, now_s, by_wall)
         self._by_wall = by_wall
 
     @property
@@ -101,11 +110,11 @@ class Running:
         """Function that reads the job's state, or makes the first one, in the loop or a worker: see `States.opened`."""
         return partial(self._states.opened, self.rounds)
 
-    def opened(self, found: Opened, now_s: float) -> None:
-        """Go on from what `opening` has found."""
+    def continue_from(self, found: Opened, now_s: float) -> None:
+        """Continue from the state that `opening` has loaded, and record a first start or a restart."""
         if self.rounds.state is None:
             self.record(Started(found.ref, found.settles), now_s)
-        elif self._by_wall and (fact := restarted(self.rounds, now_s)) is not None:
+        elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
             self.record(fact, now_s)
         self.state = found.state
         self.encoded(found.encoded)
@@ -219,7 +228,7 @@ class Running:
         return () if everybody and fact.round else tuple(tiers.lines(found, order.work))
 
     def unfit(self, update: Update, profile: Profile | None = None) -> str:
-        """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
+        """Return why an update's manifest does not fit the running round, or "" if it fits or is of another."""
         if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
             return ""
         if self._manifests is None:
@@ -232,7 +241,7 @@ class Running:
         """Whether the running round's updates or states are for a worker, or a sum of it is stored."""
         return self._summing.large
 
-    def examining(
+    def build_examination(
         self,
         device: str,
         update: Update,
@@ -242,7 +251,7 @@ class Running:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], Examined]:
-        """Function that finds what is kept of an update whose blobs are here, or why it may not be folded.
+        """Return a function that validates an update and returns what is kept of it, or why it is refused.
 
         Args:
             device: that sent it.
@@ -259,22 +268,26 @@ class Running:
         """
         ask = self.ask(device, profile)
         waited_s = now_s - self.rounds.asked_s.get(device, now_s)
-        limit_s = claims.time_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
+        limit_s = claims.longest_work_s(waited_s, self.rounds.longest_s, self.rounds.attempt + 1)
         limit, standing = self.job.cohort.max_examples, self.standing
-        weight, examples = standing.weights.most(device, limit), standing.reported.most(device, limit)
-        bounds = claims.Bounds(ask, limit_s, weight, examples, right)
-        work, take = "work" in self.rounds.actions, self.taking(update, profile, bounds, large=large)
+        weight, examples = (
+            standing.weights.largest_allowed(device, limit),
+            standing.reported.largest_allowed(device, limit),
+        )
+        work, checks = "work" in self.rounds.actions, "check" in self.rounds.actions
+        bounds = claims.Bounds(ask, limit_s, weight, examples, right, checks, *self._predicts)
+        take = self.build_update_reader(update, profile, bounds, large=large)
 
         def examined() -> Examined:
             odd = ""
             try:
-                believed, odd = claims.bound(update, bounds)
-                claims.require(update, bounds, work=work)
+                believed, odd = claims.limit_claims(update, bounds)
+                claims.require_plausible(update, bounds, work=work)
                 taken, reason = take(believed) if work else believed, ""
             except mending.UnreadableError as error:
                 if error.again not in blobs([update]):
                     raise
-                self._store.depot.damaged(error.again)  # its device has it still: other sectors may take it
+                self._store.depot.discard_damaged(error.again)  # its device has it still: other sectors may take it
                 raise mending.LostUpdateError(device, str(error)) from None
             except (StoreError, mending.LostUpdateError):
                 raise
@@ -285,17 +298,17 @@ class Running:
 
         return examined
 
-    def taking(
+    def build_update_reader(
         self, update: Update, profile: Profile | None, bounds: claims.Bounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
-        """Function that returns an update, or what is believed of it, as it is stored; errors as of `Summing.taken`."""
+        """Return a function that decodes and stores an update, and folds it if it is small and next in order."""
         rounds, summing = self.rounds, self._summing
         base = self._base(update, profile)
 
         def take(believed: Update) -> Update:
             if large:
-                return summing.examined(believed, base, bounds)
-            return summing.taken(believed, rounds, base, bounds)
+                return summing.read_large_update(believed, base, bounds)
+            return summing.read_update(believed, rounds, base, bounds)
 
         return take
 
@@ -326,28 +339,31 @@ class Running:
 
         It is for the loop or for a worker; nothing is folded meanwhile. Raises LostUpdateError if an update is gone.
         """
-        return partial(self._commit, self.rounds, now_s)
+        return partial(self._compute_commit, self.rounds, now_s)
 
-    def _commit(self, rounds: Rounds, now_s: float) -> Done:
+    def _compute_commit(self, rounds: Rounds, now_s: float) -> Done:
+        """Compute and store the next state. Return it with the commit event and the encoded bundles."""
         state = self.state
         if "work" in rounds.actions:
             state = self._half.step(state, self._summing.closed(rounds))
             checks.require_state(state, tuple(sorted(rounds.answered)))
-        spent, finished, answered = rounds.spent, self.method.done(state), rounds.answered
+        spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, rounds.round)
-        metrics = average(answered.values())
-        if "work" in rounds.actions and not rounds.settling and "loss" in metrics:
-            self._losses[rounds.counted] = metrics["loss"]
-        told = caveat, short, unchanged_loss(self._losses, self.job.params.get("lr"))
+        means = average_metrics(updates)
+        if "work" in rounds.actions and not rounds.settling and "loss" in means:
+            self._losses[rounds.counted] = means["loss"]
+        told = caveat, short, explain_unchanged_loss(self._losses, self.job.params.get("lr"))
+        explained = (*explain_missing_metrics(updates, means), *explain_evaluation(updates))
         fact = Committed(
             round=rounds.round,
             state=summing.stored(self._store.depot, *tensors.parts(state)),
             finished=finished,
-            metrics=metrics,
-            notes=(*self.method.explain(state), *filter(None, told), *missing(answered.values(), metrics)),
+            metrics=means,
+            notes=(*self.method.explain(state), *filter(None, told), *explained),
             took_s=now_s - rounds.began_s,
             settled=rounds.settling,
+            evaluation=add_up(updates),
         )
         del state  # what is stored is loaded instead
         state = self._states.load(fact.state, rounds.round, again=True)
@@ -399,7 +415,7 @@ class Running:
     def _note(self, fact: AnyFact, after: Rounds) -> None:
         for device in fact.epochs if isinstance(fact, Asked) else ():
             self._asks.pop(device, None)  # of the job's epochs
-        self.standing.take(fact, after)
+        self.standing.apply_fact(fact, after)
         self.rounds = after
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:

@@ -55,8 +55,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 
-def load(home: Path) -> Limits:
-    """The limits in a home; where it has no limits.toml, the defaults.
+def load_limits(home: Path) -> Limits:
+    """Return the limits of a home's limits.toml, or the defaults without one.
 
     Raises:
         JobError: the file cannot be read, or has an unknown key or a value out of range.
@@ -67,11 +67,12 @@ def load(home: Path) -> Limits:
     with config.naming(str(path)):
         found: Limits = config.convert(config.read(path), Limits, "a coordinator's settings")
         _ = found.retention.older_s
-        _require_apart(found.sites)
+        _require_disjoint_sites(found.sites)
     return found
 
 
-def _require_apart(sites: Mapping[str, SiteRight]) -> None:
+def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
+    """Raise JobError if two sites may both submit updates of one board."""
     for (one, right), (other, another) in itertools.combinations(sites.items(), 2):
         if right.overlaps(another):
             raise JobError(f"[sites]: {one} and {other} may both speak for one board: give each board to one site")

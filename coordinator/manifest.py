@@ -45,7 +45,7 @@ def require_fit(
     if most_mb is None and expected is None:
         most_mb = UNKNOWN_MB
     if has_site_bundles(update.bundles):
-        return _require_site(whole_bytes, expected, most_mb, boards)
+        return _require_site_size(whole_bytes, expected, most_mb, boards)
     if most_mb is not None and whole_bytes > most_mb << 20:
         raise UpdateError(f"larger than max_update_mb = {most_mb}")
     if expected is None:
@@ -91,8 +91,8 @@ class Manifests:
         return ""
 
 
-def _require_site(whole_bytes: int, expected: Expected | None, most_mb: int | None, boards: int) -> None:
-    """Check the size of a site's update: as much as its boards could send themselves, or a sum."""
+def _require_site_size(whole_bytes: int, expected: Expected | None, most_mb: int | None, boards: int) -> None:
+    """Raise UpdateError if the device is no site, or its update is larger than its boards can make it."""
     if not boards:
         raise UpdateError("it is what a site sends, and the device has no right to be one")
     times = max(SUM_TIMES, min(boards, BOARDS_MOST))

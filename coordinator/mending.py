@@ -56,7 +56,7 @@ class UnreadableError(StoreError):
     ) -> None:
         super().__init__(f"{what} cannot be read: {error}")
         self.what, self.again, self.place = what, again, place
-        self.lasts = lasts or _lack_of_descriptors(error) is not None
+        self.lasts = lasts or _find_descriptor_error(error) is not None
 
     def mend(self, run: str) -> str:
         """What lets the run go on, as a sentence's end."""
@@ -75,18 +75,18 @@ def reading(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
         raise UnreadableError(what, error, again, place) from None
 
 
-def hold_of(error: BaseException) -> UnreadableError | None:
+def suspension_reason(error: BaseException) -> UnreadableError | None:
     """Return the reason to hold a job for an error of the disk or a lack of file descriptors, or None."""
     if isinstance(error, UnreadableError):
         return error
-    if (lack := _lack_of_descriptors(error)) is None:
+    if (lack := _find_descriptor_error(error)) is None:
         return None
     why = StoreError(f"{lack.strerror}; raise the limit on open files (LimitNOFILE, ulimit -n)")
     return UnreadableError("a file of the job", why, lasts=True)
 
 
-def _lack_of_descriptors(error: BaseException | None) -> OSError | None:
-    """Return the error behind an error that says that no file descriptor is left, or None."""
+def _find_descriptor_error(error: BaseException | None) -> OSError | None:
+    """Return the OSError in the chain of causes that no file descriptor is left, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DESCRIPTORS:
             return error
@@ -137,7 +137,7 @@ def streamed(depot: Depot, update: Update) -> Contribution:
     for name, ref in update.bundles.items():
         naming = partial(_reading, f"{update.device}'s update", ref, again=True)
         with naming():
-            path = depot.file(ref.sha256)
+            path = depot.verified_path(ref.sha256)
         if path is None:
             raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
         bundles[name] = tensor_files.Stored(path, _Named(depot.disk, naming))
@@ -152,7 +152,7 @@ def base(depot: Depot, device: str, sha256: str) -> Tensors | None:
     """
     naming = partial(reading, f"what {device}'s update has moved from ({sha256[:12]})", sha256)
     with naming():
-        path = depot.file(sha256)
+        path = depot.verified_path(sha256)
     return None if path is None else tensor_files.Floats(path, _Named(depot.disk, naming))
 
 
@@ -246,7 +246,7 @@ def _read(depot: Depot, ref: BlobRef, kind: type[T], large: Callable[[str], T]) 
         StoreError: it cannot be read, or is none of that type.
     """
     if ref.size > WHOLE_BYTES:
-        path = depot.file(ref.sha256)
+        path = depot.verified_path(ref.sha256)
         return None if path is None else large(path)
     payload = depot.load(ref.sha256)
     return None if payload is None else tensors.unpack(payload, kind)

@@ -7,10 +7,12 @@ about it is passed over, as the device repeats it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
+from fedquilt import compression
 from fedquilt.coordinator import facts, mending, shown, sites, unreadable
 from fedquilt.coordinator.holds import Hold
 from fedquilt.coordinator.job import Running
@@ -54,46 +56,48 @@ class Opening:
         """Whether a job waits for the disk."""
         return self._held.waits(id, now_s)
 
-    def begin(self, rows: Sequence[Row], now_s: float) -> None:
-        """Take up jobs in the state of their facts: those that are small together, as they have boards already."""
+    def open_jobs(self, rows: Sequence[Row], now_s: float) -> None:
+        """Load jobs from their logs, small ones at once and large ones by the worker, and lease their devices."""
         found = []
         for row in rows:
             try:
                 job = self._running(row, now_s)
             except Exception as error:
-                self._failed(row, error, now_s)
+                self._handle_error(row, error, now_s)
                 continue
             self.jobs[row.id] = job
             for device in sorted(job.rounds.asked):
                 self._desk.loans.lend(device, row.id, now_s)
             if job.opens_large:
-                self._desk.start(job.opening(), partial(self._opened_one, row))
+                self._desk.start_work(job.opening(), partial(self._opened_one, row))
             else:
                 found.append(row)
-        self._opened([(row, outcome(self.jobs[row.id].opening())) for row in found], now_s)
+        self._serve_opened([(row, outcome(self.jobs[row.id].opening())) for row in found], now_s)
 
     def _running(self, row: Row, now_s: float) -> Running:
-        files = mending.bundle_of(row.id, row.bundle, self._desk.store.depot).files
-        method = self._around(self._load(row.job.method), row.job, files)
+        made = mending.bundle_of(row.id, row.bundle, self._desk.store.depot)
+        wire = compression.sparing(row.job.wire, made.meta)
+        row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
+        method = self._around(self._load(row.job.method), row.job, made.files)
         by_wall = self._by_wall and row.id not in self._served
         return Running(row, self._desk.store, now_s, method, self._desk.worker.large_bytes, by_wall=by_wall)
 
     def _opened_one(self, row: Row, result: Result, now_s: float) -> None:
-        self._opened([(row, result)], now_s)
+        self._serve_opened([(row, result)], now_s)
 
-    def _opened(self, found: Sequence[tuple[Row, Result]], now_s: float) -> None:
-        """Serve the jobs whose states have been read: all are entered before any of them takes a step."""
+    def _serve_opened(self, found: Sequence[tuple[Row, Result]], now_s: float) -> None:
+        """Hand loaded jobs to the server, and free the devices of jobs that could not be loaded."""
         ready, left = [], set[str]()
         for row, result in found:
             job, loans = self.jobs.pop(row.id), self._desk.loans
             boards = set(loans.lent(row.id))
             loans.forget(row.id, now_s)
             try:
-                job.opened(result(), now_s)
+                job.continue_from(result(), now_s)
                 ready.append((row, job))
                 self._served.add(row.id)
             except Exception as error:  # one job that cannot run does not keep the others from running
-                self._failed(row, error, now_s)
+                self._handle_error(row, error, now_s)
                 left |= boards
         if ready:
             self._serve(ready, now_s)
@@ -102,8 +106,9 @@ class Opening:
 
     # -- jobs that do not go on --
 
-    def _failed(self, row: Row, error: Exception, now_s: float) -> None:
-        if (hold := mending.hold_of(error)) is not None:
+    def _handle_error(self, row: Row, error: Exception, now_s: float) -> None:
+        """Put a job off if a file could not be read, or end it as failed. Raise StoreErrors again."""
+        if (hold := mending.suspension_reason(error)) is not None:
             return self.put_off(row, hold, now_s)
         if isinstance(error, StoreError):
             raise error
@@ -124,15 +129,20 @@ class Opening:
         return over
 
     def put_off(self, job: Row | Running, error: UnreadableError, now_s: float) -> None:
-        """Take a job up again a little later, as the disk has failed; or give up what it did not give back."""
-        ids = about(run=job.id)
-        if (tried := self._held.failed(job.id, error.what, now_s, counts=not error.lasts)) is not None:
-            log.error("%s; %s is taken up again in %g s", error, job.id, unreadable.AGAIN_S, extra=ids)
-            ahead_s = time.time() - now_s  # the wall clock is for people
-            self._desk.store.holds.note(job.id, Hold(tried.since_s + ahead_s, tried.again_s + ahead_s, str(error)))
-        elif error.again:
+        """Retry a job later after a failed read. If that does not help, drop the damaged blob or end the job."""
+        ids, holds, before = about(run=job.id), self._desk.store.holds, None
+        ahead_s = self._desk.store.depot.disk.wall_s() - now_s
+        if (last := holds.last(job.id)) is not None:
+            before = unreadable.Tried(last.what, last.tries, last.since - ahead_s, last.again - ahead_s)
+        tried = self._held.record_failure(job.id, error.what, now_s, counts=not error.lasts, before=before)
+        if tried is not None:
+            log.error("%s; %s is taken up again in %.3g s", error, job.id, tried.again_s - now_s, extra=ids)
+            since, again = tried.since_s + ahead_s, tried.again_s + ahead_s
+            return holds.note(job.id, Hold(since, again, str(error), error.what, tried.number))
+        holds.forget(job.id)
+        if error.again:
             log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
-            self._desk.store.depot.damaged(error.again)
+            self._desk.store.depot.discard_damaged(error.again)
         else:
             log.error("%s cannot go on: %s; %s", job.id, error, mend := error.mend(job.id), extra=ids)
             self._end(job, facts.Ended("failed", f"{error}; {mend}"))

@@ -108,8 +108,8 @@ def bundled(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.n
         yield f"{SITE_BUNDLES}{number}", {TABLE: table(parts), **held}
 
 
-def parts(update: Contribution) -> list[Part]:
-    """Return the boards of a site's update, sorted by name.
+def parts_of_site(update: Contribution) -> list[Part]:
+    """Return the parts of a site's update, one for each board, sorted by the board's name.
 
     Raises:
         UpdateError: it does not name them, one of them is named twice, or a number of it is not finite.
@@ -121,9 +121,8 @@ def parts(update: Contribution) -> list[Part]:
                 raise UpdateError(f"it has {part.device} twice")
             seen.add(part.device)
             found.append(part)
-            odd = [name for name, value in part.metrics.items() if not math.isfinite(value)]
-            if odd or not math.isfinite(part.weight):
-                raise UpdateError(f"{part.device}: {odd[0] if odd else 'its weight'} is not a finite number")
+            if not math.isfinite(part.weight):
+                raise UpdateError(f"{part.device}: its weight is not a finite number")
             if len(set(part.bundles)) < len(part.bundles):
                 raise UpdateError(f"{part.device} has two bundles of one name")
     return sorted(found, key=lambda part: part.device)

@@ -89,11 +89,11 @@ class Refused(msgspec.Struct, frozen=True):
     code: str
     reason: str
     actions: frozenset[str]
-    start: str = ""  # as of `Registry.start`; "": not known
+    start: str = ""  # as of `Registry.agent_start_key`; "": not known
     short: Short | None = None
 
-    def holds(self, round: int, actions: Collection[str], start: str, short: Short) -> bool:
-        """Return whether the device would refuse again.
+    def would_recur(self, round: int, actions: Collection[str], start: str, short: Short) -> bool:
+        """Return whether the device would refuse the present task again.
 
         Args:
             round: number of the running round.

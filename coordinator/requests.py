@@ -64,8 +64,8 @@ def approve(store: Store, run: str) -> str:
     return f"{row.id} begins at the coordinator's next look at its store"
 
 
-def remove(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
-    """Ask the coordinator to remove devices; returns what comes of it.
+def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
+    """Queue devices for removal by the coordinator, and return a message for the user.
 
     Raises:
         JobError: a device is not known, or has a task and `force` is not given.
@@ -81,15 +81,15 @@ def remove(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
                     f"{device} has a task of {doing.job}, round {doing.round}: wait until it has answered, or take the "
                     "task back with --force"
                 )
-        boards.remove(devices)
+        boards.request_removal(devices)
     return (
         f"{', '.join(devices)}: removed {_when(store)}. An agent that still runs brings its device back with its next "
         "message. A certificate is not revoked by this: `fedquilt ca revoke NAME`"
     )
 
 
-def deploy(store: Store, plan: Plan, payload: bytes | None) -> str:
-    """Queue a rollout of a blob with these bytes, or of none; returns its id.
+def queue_rollout(store: Store, plan: Plan, payload: bytes | None) -> str:
+    """Store the payload of a rollout, if any, queue the rollout, and return its id.
 
     Raises:
         JobError: it cannot be carried out, or one of its kind is under way.

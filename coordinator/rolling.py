@@ -1,7 +1,8 @@
 """The rollouts of a home, carried out beside its jobs: what boards say becomes facts, and facts become releases.
 
-It decides nothing itself: `rollouts.decide` says which fact comes next, and `rollouts.release` what a board is to have.
-Facts are written before anything is sent that rests on them, so a coordinator that is killed goes on where it was.
+It decides nothing itself: `rollouts.decide_rollout` says which fact comes next, and `rollouts.release` what a board is
+to have. Facts are written before anything is sent that rests on them, so a coordinator that is killed goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ class Rolling:
         self._arrived = True
         for kind in KINDS:
             if (kind, device) in self._owners:
-                self._send(kind, device, now_s)
+                self._send_release(kind, device, now_s)
 
     def say_all_again(self, now_s: float) -> None:
         """Send every open release again in a new session with the broker, which may have lost what it retained."""
         self._opened_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].phase(device) not in rollouts.SETTLED:
-                self._send(kind, device, now_s)
+                self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
         """Do everything that is due; returns when to call again."""
@@ -113,6 +114,10 @@ class Rolling:
             if state is None:
                 state = self._states[found.state.id] = found.state
                 self._own(state, state.offered)
+                wall_s = self._store.depot.disk.wall_s()
+                if (restarted := rollouts.restarted(state, wall_s - found.at)) is not None:
+                    self._record([(state.id, restarted)], now_s)
+                    state = self._states[state.id]
                 if state.offered:  # it was under way when the last coordinator ended
                     self._issue(state, state.offered, now_s)
             if found.wish:
@@ -158,8 +163,8 @@ class Rolling:
         arrived, self._arrived = self._arrived, False
         for id in list(self._states):
             while (state := self._states[id]).under_way or (arrived and state.status == "done"):
-                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else ()
-                fact = rollouts.decide(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
+                without = rollouts.left_out(state.plan, self._profiles()) if state.status == "queued" else None
+                fact = rollouts.decide_rollout(state, self.fleet(state), now_s, self._store.rollouts.serial(), without)
                 if fact is None:
                     break
                 self._record([(id, fact)], now_s)
@@ -171,9 +176,10 @@ class Rolling:
             known = self._registry.devices.get(device)
             online = known is not None and known.online  # one that has just gone is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
-            since_s = max(self._opened_s, self._told_s.get(device, -math.inf), gone_s)
+            opened_s = self._opened_s - rollouts.waited_s(state, device, online)
+            since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
             profile = known.profile if known is not None else None
-            able = profile is None or rollouts.takes(state.plan, profile)
+            able = profile is None or not rollouts.hindrance(state.plan, profile)
             found[device] = Seen(online, since_s, None if profile is None else profile.labels, able)
         return rollouts.concerned(state, list(self._states.values()), found)
 
@@ -212,9 +218,10 @@ class Rolling:
         """Send boards what a rollout has for them, except boards that a later rollout was offered to."""
         for device in sorted(devices):
             if self._owners[state.plan.kind, device] == state.id:
-                self._send(state.plan.kind, device, now_s)
+                self._send_release(state.plan.kind, device, now_s)
 
-    def _send(self, kind: wire.Kind, device: str, now_s: float) -> None:
+    def _send_release(self, kind: wire.Kind, device: str, now_s: float) -> None:
+        """Send a device its release and schedule the next repetition. If sending fails, abort the rollout."""
         state = self._states[self._owners[kind, device]]
         try:
             self._executor.release(device, kind, rollouts.release(state, device))
@@ -242,6 +249,6 @@ class Rolling:
             elif phase and patience_s < ASK_S:
                 self._sent[kind, device] = (now_s, ASK_S)
             elif now_s >= sent_s + patience_s and device in views and views[device].online:
-                self._send(kind, device, now_s)
+                self._send_release(kind, device, now_s)
         ends = (sent_s + patience_s for sent_s, patience_s in self._sent.values())
         self._resend_s = max(min((end for end in ends if end > now_s), default=math.inf), now_s + LOOK_S)

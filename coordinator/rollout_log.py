@@ -62,6 +62,7 @@ class RolloutLog:
         db: which `Rows` has been made for.
         home: whose it is, for errors.
         writing: one transaction, as of `Store`.
+        wall_s: gives wall-clock seconds.
 
     Raises, from every method:
         StoreError: the database cannot be read or written.
@@ -69,8 +70,14 @@ class RolloutLog:
     """
 
     def __init__(
-        self, db: sqlite3.Connection, rows: Rows, home: Path, writing: Callable[[], AbstractContextManager[None]]
+        self,
+        db: sqlite3.Connection,
+        rows: Rows,
+        home: Path,
+        writing: Callable[[], AbstractContextManager[None]],
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
+        self._wall_s = wall_s
         self._db, self._rows, self._home, self._writing = db, rows, home, writing
         self._read: dict[str, tuple[int, bytes, Rollout, float]] = {}  # id -> last fact read, its sum, state and time
 
@@ -109,7 +116,7 @@ class RolloutLog:
             return self._all()[1]
 
     def find(self, rollout: str = "") -> Kept:
-        """A rollout by its id, or by what it brings (a run, a version), the latest then; "": the latest of all.
+        """Return the latest rollout with this id, run or version, or the latest of all for "".
 
         Raises:
             StoreError: there is none.
@@ -137,7 +144,7 @@ class RolloutLog:
         rows = [(id, fact, encoded(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
             heads: dict[str, bytes] = {}
-            now = time.time()
+            now = self._wall_s()
             for id, _, body in rows:
                 heads[id] = link(heads[id] if id in heads else self._line(id).head, id, now, body)
                 self._db.execute(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt import labels, wire
+from fedquilt import labels, onnx_format, wire
 from fedquilt.core import BlobRef, JobError, Label, Seconds
 
 _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
@@ -28,6 +28,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
     patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
     limits: wire.Limits = wire.Limits()
+    input_shape: wire.InputShape | None = None  # of one example of a model; None: as its graph declares it
+    versions: onnx_format.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
     soak_s: Seconds = 60.0
     window: Label = ""
     force: bool = False

@@ -14,8 +14,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from fedquilt import labels, wire
+from fedquilt import labels, onnx_format, wire
 from fedquilt.coordinator.rollout_plan import Plan as Plan
+from fedquilt.coordinator.rounds import passed_at_restart
 from fedquilt.core import Count, JobError, Label, Name, Profile, Sentence, derived, shorten_error
 from fedquilt.core.messages import UPGRADES
 
@@ -25,7 +26,7 @@ SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
 SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
 MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
-UNABLE: Final = "no launcher started their agents"
+UNABLE: Final = "no launcher started the agent"
 LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
 
 # -- facts ----------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ class Begun(Fact, frozen=True):
     """A coordinator has taken the rollout up; its releases have this serial."""
 
     serial: Count
-    without: tuple[Name, ...] = ()  # boards that it selects, and that can take no release of its kind
+    without: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
 
 
 class Offered(Fact, frozen=True):
@@ -57,6 +58,13 @@ class Heard(Fact, frozen=True):
     phase: wire.Phase
     reason: Sentence = ""
     metrics: dict[Label, float] = {}
+
+
+class Restarted(Fact, frozen=True):
+    """A coordinator has taken the rollout up while a step runs: how much of its limits of time has passed."""
+
+    silent_s: float  # of the time for which a step waits for a board that is offline or has said nothing
+    present_s: float  # of the time for which a step waits for a board that is there and has not ended
 
 
 class Passed(Fact, frozen=True):
@@ -83,12 +91,13 @@ class RolledBack(Fact, frozen=True):
     serial: Count
 
 
-AnyFact: TypeAlias = Begun | Offered | Heard | Passed | Done | Aborted | RolledBack
+AnyFact: TypeAlias = Begun | Offered | Heard | Restarted | Passed | Done | Aborted | RolledBack
 
 ALLOWED: Final[Mapping[type[Fact], tuple[Status, ...]]] = {
     Begun: ("queued",),
     Offered: ("running", "done"),
     Heard: ("running", "done", "aborted", "rolled back"),
+    Restarted: ("running",),
     Passed: ("running",),
     Done: ("running",),
     Aborted: ("queued", "running"),
@@ -112,8 +121,11 @@ class Rollout(msgspec.Struct, frozen=True):
     offered: Mapping[str, int] = {}  # device -> the step in which it was offered
     heard: Mapping[str, Heard] = {}  # device -> what it said last of it
     reason: str = ""  # why it was aborted
-    without: tuple[str, ...] = ()  # boards that were left out at its start, as they can take no such release
+    without: Mapping[str, str] = {}  # devices that were left out at its start, as they cannot take its release -> why
     silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
+    silent_s: float = 0.0  # as of the latest `Restarted` of the step that runs
+    present_s: float = 0.0
+    restarts: int = 0  # of coordinators while the step runs
 
     @property
     def under_way(self) -> bool:
@@ -164,9 +176,12 @@ def apply(state: Rollout, fact: AnyFact) -> Rollout:
         case Begun(serial, without):
             return replace(state, status="running", serial=serial, without=without)
         case Offered(step, devices):
-            return replace(state, offered={**state.offered, **dict.fromkeys(devices, step)})
+            offered = {**state.offered, **dict.fromkeys(devices, step)}
+            return replace(state, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
         case Heard(device):
             return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
+        case Restarted(silent_s, present_s):
+            return replace(state, silent_s=silent_s, present_s=present_s, restarts=state.restarts + 1)
         case Passed(step, silent):
             return replace(state, step=step + 1, silent=state.silent.union(silent))
         case Done():
@@ -213,6 +228,7 @@ def release(state: Rollout, device: str) -> wire.Release | None:
             blob=plan.blob,
             name=plan.name,
             limits=plan.limits,
+            input_shape=plan.input_shape,
             soak_s=plan.soak_s,
             window=plan.window,
             force=plan.force,
@@ -234,7 +250,7 @@ class Seen(NamedTuple):
     online: bool
     since_s: float  # when it was last there, or last said how far it is, whichever is later
     labels: Collection[str] | None = None  # None: it has not said what it is
-    able: bool = True  # to take releases of the rollout's kind at all
+    able: bool = True  # to take the rollout's release at all
 
     def chosen(self, select: Sequence[str]) -> bool:
         """Whether a selection by labels names it."""
@@ -264,31 +280,44 @@ def concerned(state: Rollout, every: Sequence[Rollout], boards: Mapping[str, See
     }
 
 
-def takes(plan: Plan, profile: Profile) -> bool:
-    """Whether a board can take releases of this kind at all: none that says so is offered any, or counts."""
-    return plan.kind != "agent" or UPGRADES not in profile.versions
+def hindrance(plan: Plan, profile: Profile) -> str:
+    """Why a device that says so cannot take a release, so that it is offered none and does not count; "": it can."""
+    if plan.kind == "agent":
+        return UNABLE if UPGRADES in profile.versions else ""
+    return "" if plan.versions is None else onnx_format.unsupported_versions(plan.versions, profile.versions)
 
 
-def left_out(plan: Plan, boards: Mapping[str, Profile]) -> tuple[str, ...]:
-    """Boards that a plan selects, and that can take no release of its kind."""
-    chosen = (name for name, board in boards.items() if labels.selects(plan.select, board.labels))
-    return tuple(sorted(name for name in chosen if not takes(plan, boards[name])))
+def left_out(plan: Plan, profiles: Mapping[str, Profile]) -> dict[str, str]:
+    """Devices that a plan selects and that cannot take its release -> why."""
+    chosen = {name: profile for name, profile in profiles.items() if labels.selects(plan.select, profile.labels)}
+    reasons = {name: hindrance(plan, profile) for name, profile in sorted(chosen.items())}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
-def decide(
-    state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: tuple[str, ...] = ()
+def format_left_out(without: Mapping[str, str], most: int) -> str:
+    """Devices that were left out as text, those of one reason together, at most so many of each."""
+    said = []
+    for reason in dict.fromkeys(without.values()):
+        names = [name for name in without if without[name] == reason]
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        said.append(f"{', '.join(names[:most])}{more} ({reason})")
+    return "; ".join(said)
+
+
+def decide_rollout(
+    state: Rollout, fleet: Mapping[str, Seen], now_s: float, serial: int, without: Mapping[str, str] | None = None
 ) -> AnyFact | None:
-    """The next fact of a rollout; None: it waits.
+    """Return the next event of a rollout, or None to wait.
 
     Args:
         state: of the rollout.
         fleet: the boards that it selects and that no later rollout has.
         now_s: seconds of the coordinator's clock.
         serial: that a release may have which is made now: greater than any before.
-        without: boards that it selects and that can take no such release.
+        without: devices that it selects and that cannot take its release -> why.
     """
     if state.status == "queued":
-        return Begun(serial, without)
+        return Begun(serial, dict(without or {}))
     if state.status == "done":
         late = _late(state, fleet)
         return Offered(len(state.plan.phases), late) if late else None
@@ -297,13 +326,13 @@ def decide(
     if state.step == len(state.plan.shares):
         return Done()
     if state.without and not state.offered and not fleet:
-        why = f"no board that it selects can be upgraded, as {UNABLE}: {', '.join(state.without)}"
+        why = f"no selected device can take the release: {format_left_out(state.without, 1)}; select other devices"
         return Aborted(shorten_error(why), serial)
     failed, answered = _failed(state), [device for device in state.offered if state.phase(device) in SETTLED]
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
-        return Aborted(_why(state, failed, len(answered)), serial)
+        return Aborted(_abort_reason(state, failed, len(answered)), serial)
     if not state.open:
         if devices := chosen(state, fleet):
             return Offered(state.step, devices)
@@ -313,7 +342,7 @@ def decide(
     pending = [device for device in state.offered if state.phase(device) not in SETTLED]
     lost = [device for device in pending if state.phase(device) in SWAPPED]
     if len(failed) + len(lost) > most * (len(answered) + len(lost)):
-        return Aborted(_why(state, [*failed, *lost], len(answered) + len(lost)), serial)
+        return Aborted(_abort_reason(state, [*failed, *lost], len(answered) + len(lost)), serial)
     return Passed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
 
 
@@ -345,15 +374,36 @@ def waits(state: Rollout, fleet: Mapping[str, Seen], now_s: float) -> tuple[str,
 
 
 def _holds(state: Rollout, device: str, seen: Seen | None, now_s: float) -> bool:
-    return now_s < _until_s(state, device, seen)
+    # nobody has heard of it since the start of the coordinator, or it has other labels now, or a step passed without it
+    if seen is None or device in state.silent:
+        return False
+    return now_s < seen.since_s + _limit_s(state, _talks(state, device, seen.online))
 
 
-def _until_s(state: Rollout, device: str, seen: Seen | None) -> float:
-    """Time until which a board that has not ended with the release is waited for."""
-    if seen is None:  # nobody has heard of it since the start of the coordinator, or it has other labels now
-        return -math.inf
-    talks = seen.online and state.phase(device) != ""
-    return seen.since_s + (LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s)
+def _limit_s(state: Rollout, talks: bool) -> float:
+    return LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s
+
+
+def _talks(state: Rollout, device: str, online: bool) -> bool:
+    return online and state.phase(device) != ""
+
+
+def waited_s(state: Rollout, device: str, online: bool) -> float:
+    """Return for how long earlier coordinators have waited for a device in the step that runs."""
+    return state.present_s if _talks(state, device, online) else state.silent_s
+
+
+def restarted(state: Rollout, since_s: float) -> Restarted | None:
+    """Return the event that a coordinator has taken the rollout up, or None if no step runs.
+
+    Args:
+        state: State of the rollout.
+        since_s: Seconds since its latest event by the wall clock.
+    """
+    if not state.open:
+        return None
+    limits = (state.silent_s, _limit_s(state, False)), (state.present_s, _limit_s(state, True))
+    return Restarted(*(passed_at_restart(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits))
 
 
 def _late(state: Rollout, fleet: Mapping[str, Seen]) -> tuple[str, ...]:
@@ -367,8 +417,8 @@ def _failed(state: Rollout) -> list[str]:
     return [device for device in state.offered if state.phase(device) in FAILED]
 
 
-def _why(state: Rollout, failed: Collection[str], answered: int) -> str:
-    """Why a rollout is aborted, with one of the boards' own reasons."""
+def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
+    """Return why a rollout is aborted, with the reason of one failed device as an example."""
     first = min(failed)
     phase = state.phase(first)
     said = state.heard[first].reason if first in state.heard else ""

@@ -1,83 +1,92 @@
-"""Metrics of a round: the devices' values of each metric, combined into one."""
+"""Sum of the evaluations of a round, and means of its training metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from fedquilt.core import Update
-from fedquilt.metrics import CHECK, KNOWN
+from fedquilt import evaluation
+from fedquilt.core import EvaluationSums, Update
 
-EXAMPLES: Final = f"{CHECK}examples"  # held-out ones that an evaluation was made on
 UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change
 UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none
 LEARNT_LOSS: Final = 0.01  # a smaller loss may stay as it is
 LOW_LR: Final = 1e-4
+EXTREME: Final = 1000.0  # times the median of the devices' losses, from which on a device is named
 
 
-def average(updates: Iterable[Update]) -> dict[str, float]:
-    """Average each metric over devices, weighted by the examples behind it; RMSEs by their mean square.
+def add_up(updates: Collection[Update]) -> EvaluationSums | None:
+    """Add up the evaluations of a round, or return None if there is none.
 
-    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out;
-    `missing` explains why.
+    Evaluations of another number of outputs than that of most devices are left out, as `explain_evaluation` says.
+    """
+    return evaluation.add_evaluations(each for _, each in _counted(updates))
+
+
+def explain_evaluation(updates: Collection[Update]) -> list[str]:
+    """Name the devices whose evaluation does not count, or has a loss far from the others', and why there is none."""
+    counted = dict(_counted(updates))
+    given = {update.device: update.evaluation for update in updates if update.evaluation is not None}
+    if given and not counted:
+        return ["no evaluation: none of the devices holds out an example ([data] held)"]
+    notes = [
+        f"the evaluation of {device} does not count: its network has {sums.outputs} outputs, those of most have others"
+        for device, sums in sorted(given.items())
+        if sums.examples and device not in counted
+    ]
+    losses = {device: math.fsum(sums.loss) / sums.examples for device, sums in counted.items()}
+    usual = statistics.median(losses.values()) if losses else 0.0
+    return notes + [
+        f"the evaluation's loss is {loss:.4g} on {device}, and {usual:.4g} on half of the devices at most"
+        for device, loss in sorted(losses.items())
+        if loss > EXTREME * max(usual, LEARNT_LOSS)
+    ]
+
+
+def _counted(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
+    found = [(each.device, each.evaluation) for each in updates if each.evaluation and each.evaluation.examples]
+    shapes = Counter((sums.task, sums.outputs) for _, sums in found)
+    usual = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)
+    return [(device, sums) for device, sums in found if (sums.task, sums.outputs) == usual]
+
+
+def average_metrics(updates: Collection[Update]) -> dict[str, float]:
+    """Average the training metrics that most devices report, weighted by the examples behind them.
+
+    A metric of fewer devices is theirs alone and not the round's. A metric without examples, or whose sum is not
+    finite, is left out, as `explain_missing_metrics` says.
     """
     told: dict[str, list[tuple[float, float]]] = {}
-    examples = 0.0
     for update in sorted(updates, key=lambda update: update.device):
-        examples += update.metrics.get(EXAMPLES, 0.0)
         for name, value in update.metrics.items():
-            told.setdefault(name, []).append((_weight(name, update), value))
-    result = {name: _joined(name, pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
-    if examples:
-        result[EXAMPLES] = examples
+            told.setdefault(name, []).append((update.weight, value))
+    result = {
+        name: _mean(pairs)
+        for name, pairs in told.items()
+        if 2 * len(pairs) > len(updates) and any(weight for weight, _ in pairs)
+    }
     return {name: value for name, value in result.items() if math.isfinite(value)}
 
 
-def missing(updates: Iterable[Update], found: Mapping[str, float]) -> list[str]:
+def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
     """Explain which metrics of the devices have no value in the round's metrics.
 
     Args:
-        updates: of the round.
-        found: result of `average` for them.
+        updates: Updates of the round.
+        found: Result of `average_metrics` for them.
     """
-    measured = [(name, update) for update in updates for name in update.metrics if name not in found]
-    counted = {name for name, update in measured if name != EXAMPLES and _weight(name, update)}
-    counted |= {name for name, update in measured if name == EXAMPLES and update.metrics[name]}
-    alone = {name for name, _ in measured} - counted
+    names = Counter(name for update in updates for name in update.metrics)
+    lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()
+    huge = {name for update in updates if update.weight for name in update.metrics} & lost
     said = []
-    if any(name.startswith(CHECK) for name in alone):
-        said.append("no evaluation: none of the devices holds out an example ([data] held)")
-    if own := sorted(name for name in alone if not name.startswith(CHECK)):
-        said.append(f"no mean of {', '.join(own)}: every update counts as 0 examples")
-    if huge := sorted(counted):
-        said.append(f"no value of {', '.join(map(_title, huge))}: what the devices report adds up beyond any number")
+    if alone := sorted(lost - huge):
+        said.append(f"no mean of {', '.join(alone)}: every update counts as 0 examples")
+    if huge:
+        said.append(f"no value of {', '.join(sorted(huge))}: what the devices report adds up beyond any number")
     return said
-
-
-def _title(name: str) -> str:
-    """What a metric is called in a sentence."""
-    if name == EXAMPLES:
-        return "the number of held-out examples"
-    plain = name.removeprefix(CHECK)
-    title = KNOWN[plain].title if plain in KNOWN else plain
-    return f"the evaluation's {title}" if name.startswith(CHECK) else title
-
-
-def _weight(name: str, update: Update) -> float:
-    """How much a device's value of a metric counts: as many examples as it was measured on."""
-    return update.metrics.get(EXAMPLES, 0.0) if name.startswith(CHECK) else update.weight
-
-
-def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
-    """Merge the values that devices report for one metric, each with its weight."""
-    metric = KNOWN.get(name.removeprefix(CHECK))
-    if metric is None or metric.power == 1:
-        return _mean(pairs)
-    try:
-        return float(_mean([(weight, value**metric.power) for weight, value in pairs]) ** (1 / metric.power))
-    except OverflowError:
-        return math.inf
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:
@@ -92,8 +101,8 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(weight / most / shares * value for weight, value in pairs)
 
 
-def unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return what is probably wrong if the loss has not changed since the first round, or None.
+def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
+    """Return the probable cause if the loss is the same in each of the first UNCHANGED_ROUNDS, or None.
 
     Args:
         losses: mean training loss of each round of work so far, by its number from 0.

@@ -38,7 +38,7 @@ def decide(
     most: float = math.inf,
     gone: AbstractSet[str] = frozenset(),
 ) -> AnyFact | None:
-    """The fact that should come next; None: nothing until an event or `next_s`.
+    """Return the next event, or None to wait for input or until `next_s`.
 
     Args:
         state: of the job.
@@ -52,12 +52,12 @@ def decide(
     if state.phase == "selecting":
         return _select(state, online, ask, busy, most)
     if state.phase == "open":
-        return _attend(state, now_s, online, ask, busy, most, gone)
+        return _decide_open_round(state, now_s, online, ask, busy, most, gone)
     return None
 
 
-def taken_up(state: Rounds, now_s: float, by_wall: bool) -> Rounds:
-    """State of a job that a process takes up, as its log has it with times of this process's clock.
+def on_process_clock(state: Rounds, now_s: float, by_wall: bool) -> Rounds:
+    """Return a state loaded from its log, with its times on this process's clock.
 
     Without `by_wall` the log's times say nothing here, and the running attempt has its whole deadline.
     """
@@ -65,8 +65,8 @@ def taken_up(state: Rounds, now_s: float, by_wall: bool) -> Rounds:
     return replace(state, opened_s=opened_s, began_s=now_s, asked_s=dict.fromkeys(state.asked_s, now_s))
 
 
-def restarted(state: Rounds, now_s: float) -> Restarted | None:
-    """Return the event that a process has taken up a running attempt, or None if no limit of time is running.
+def restart_event(state: Rounds, now_s: float) -> Restarted | None:
+    """Return the event of a coordinator restart within a running time limit, or None if no limit runs.
 
     The time since the latest restart counts as the wall clock has it. Where that was set back, or on by more than the
     limit, or no coordinator was there for so long, a hundredth of the limit counts, so that an attempt ends whatever
@@ -77,8 +77,20 @@ def restarted(state: Rounds, now_s: float) -> Restarted | None:
     if not limit_s or not (starting(state) or state.phase == "open"):
         return None
     since_s = now_s - (state.opened_s + state.passed_s)
-    passed_s = state.passed_s + (since_s if 0 < since_s < limit_s else UNKNOWN * limit_s)
-    return Restarted(state.round, min(passed_s, (1 - LEFT * 0.5**state.restarts) * limit_s))
+    return Restarted(state.round, passed_at_restart(state.passed_s, since_s, limit_s, state.restarts))
+
+
+def passed_at_restart(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
+    """Return how much of a limit of time has passed when a coordinator restarts.
+
+    Args:
+        passed_s: Seconds that had passed at the restart before.
+        since_s: Seconds since then by the wall clock.
+        limit_s: The limit.
+        restarts: Number of restarts before.
+    """
+    passed_s += since_s if 0 < since_s < limit_s else UNKNOWN * limit_s
+    return min(passed_s, (1 - LEFT * 0.5**restarts) * limit_s)
 
 
 def survey(
@@ -104,13 +116,13 @@ def survey(
     return fact if fact.eligible or fact.passed or fact.costs else None
 
 
-def left_alone(
+def devices_to_skip(
     state: Rounds,
     devices: Collection[str],
     ask: Callable[[str], Ask],
     start: Callable[[str], str] = lambda device: "",
 ) -> dict[str, str]:
-    """Device -> code of its last refusal, for those that would refuse the task of the running round again.
+    """Return the devices expected to decline again, with the code of the last refusal of each.
 
     `refusals.REFUSALS` says how long each kind of refusal holds. If the other devices are too few for the round,
     devices that declined in an earlier round are asked once in this one: the round would wait for ever otherwise, and
@@ -120,14 +132,14 @@ def left_alone(
         state: of the job.
         devices: those that could be asked.
         ask: gives the work of a device's task.
-        start: gives the start of a device's agent, as of `Registry.start`.
+        start: gives the start of a device's agent, as of `Registry.agent_start_key`.
     """
     if not state.refused:
         return {}
     found = {
         device: refused.code
         for device, refused in state.refused.items()
-        if device in devices and refused.holds(state.round, state.actions, start(device), Short.of(ask(device)))
+        if device in devices and refused.would_recur(state.round, state.actions, start(device), Short.of(ask(device)))
     }
     others = len(devices) - len(found)
     waits = not others and state.phase == "selecting"
@@ -138,7 +150,7 @@ def left_alone(
 
 def next_s(state: Rounds) -> float:
     """Time at which `decide` may change its answer without an event."""
-    return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
+    return state.opened_s + _attempt_limit_s(state) if state.phase == "open" else math.inf
 
 
 def later(state: Rounds, lost_s: float) -> Rounds:
@@ -151,8 +163,8 @@ def latest_s(state: Rounds) -> float:
     return state.opened_s + LATE * state.deadline_s if state.ordered else math.inf
 
 
-def waits_for_answers(state: Rounds, now_s: float, gone: AbstractSet[str] = frozenset()) -> bool:
-    """Whether `decide`, if it had nothing to do before the latest answers, has nothing to do after them either.
+def waits_for_updates(state: Rounds, now_s: float, gone: AbstractSet[str] = frozenset()) -> bool:
+    """Return whether further updates leave `decide` nothing to do, so that the call can be saved.
 
     A device that answers was asked and wanted: whom to ask besides stays the same, until all have answered or as many
     as are wanted.
@@ -185,8 +197,8 @@ def idle(state: Rounds, able: Collection[str], busy: AbstractSet[str] = frozense
     )
 
 
-def wanted(state: Rounds, online: Collection[str], gone: AbstractSet[str] = frozenset()) -> int:
-    """Return the number of contributions that close the round at once.
+def updates_to_close(state: Rounds, online: Collection[str], gone: AbstractSet[str] = frozenset()) -> int:
+    """Return the number of updates that closes the round at once.
 
     Without a size: of all devices that are present, asked in this attempt or due to be, except those that have declined
     or are gone. A device at work, or left to another job, is waited for until the deadline while it can be reached.
@@ -263,7 +275,7 @@ def _select(
     if len(online) < needed(state):
         return None
     free = set(online) - set(state.answered) - set(state.declined) - busy
-    want = wanted(state, online) - len(state.answered)
+    want = updates_to_close(state, online) - len(state.answered)
     count = math.ceil(want * (1 + plan.cohort.over_select))
     chosen = _drawn(state, free, min(count, most))
     if not chosen:
@@ -291,7 +303,7 @@ def _amounts(asks: Mapping[str, Ask]) -> dict[str, float]:
     return {device: amount for device, amount in amounts.items() if amount > 0}
 
 
-def _attend(
+def _decide_open_round(
     state: Rounds,
     now_s: float,
     online: Collection[str],
@@ -300,8 +312,9 @@ def _attend(
     most: float,
     gone: AbstractSet[str],
 ) -> AnyFact | None:
+    """Return the next event of an open round, or None to wait."""
     cohort = state.plan.cohort
-    have, want = len(state.answered), wanted(state, online, gone)
+    have, want = len(state.answered), updates_to_close(state, online, gone)
     if have >= want:
         return Closed(state.round)
     enough = have >= quorum(state, want)
@@ -318,14 +331,14 @@ def _attend(
             return Closed(state.round)
         if state.deadline_s < state.longest_s and not all_declined(state):
             return Extended(state.round)
-        failed = _failed(state, online)
-        if _prevent_quorum(state, failed, {*online, *apart}, quorum(state, want)):
-            return _ended(state, want, failed)
+        failed = _recurring_failures(state, online)
+        if _is_quorum_impossible(state, failed, {*online, *apart}, quorum(state, want)):
+            return _end_without_quorum(state, want, failed)
         failed = {device: kept for device, kept in failed.items() if kept.code != FULL}
         if len({*online, *state.answered, *failed}) < least(state) or not (online or failed) or waits:
             return Reopened(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
-            return _ended(state, want, failed)
+            return _end_without_quorum(state, want, failed)
         return Reopened(state.round, state.attempt + 1)
     if chosen:
         return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
@@ -335,24 +348,24 @@ def _attend(
     return None
 
 
-def _patience_s(state: Rounds) -> float:
-    """Seconds that an attempt may take; few once every possible device has declined."""
+def _attempt_limit_s(state: Rounds) -> float:
+    """Return the duration in seconds that an attempt may take, shorter once all devices have declined."""
     return min(state.deadline_s, DECLINED_S) if all_declined(state) else state.deadline_s
 
 
 def all_declined(state: Rounds) -> bool:
-    """Return whether devices have declined and no other one has been asked."""
+    """Return whether devices have declined and none is working on a task."""
     return bool(state.declined) and not state.asked
 
 
-def _failed(state: Rounds, online: Collection[str]) -> dict[str, Refused]:
-    """Return the devices that would fail again with the task of the running round. `online` holds none of them."""
+def _recurring_failures(state: Rounds, online: Collection[str]) -> dict[str, Refused]:
+    """Return the refusals of unavailable devices that would fail again with the task of this round."""
     found = {device: kept for device, kept in state.refused.items() if REFUSALS[kept.code].recurs}
     return {device: kept for device, kept in found.items() if device not in online and device not in state.answered}
 
 
-def _prevent_quorum(state: Rounds, failed: Mapping[str, Refused], present: Collection[str], enough: int) -> bool:
-    """Return whether the round cannot reach its quorum because of devices that would fail again.
+def _is_quorum_impossible(state: Rounds, failed: Mapping[str, Refused], present: Collection[str], enough: int) -> bool:
+    """Return whether the quorum cannot be reached because of devices that would fail again.
 
     Devices that stayed silent or failed for a passing reason may still answer in another attempt. So may devices with a
     full disk, unless nobody else is left.
@@ -363,21 +376,21 @@ def _prevent_quorum(state: Rounds, failed: Mapping[str, Refused], present: Colle
     return len(possible) < enough <= len(possible | failed.keys())
 
 
-def _ended(state: Rounds, want: int, failed: Mapping[str, Refused]) -> Ended:
-    """Return the end of a job whose round did not reach its quorum: the cause, and in a second line the fix."""
+def _end_without_quorum(state: Rounds, want: int, failed: Mapping[str, Refused]) -> Ended:
+    """Return the failed end of a job without a quorum: the causes, and the fix in a second line."""
     of_round = {device: kept for device, kept in state.refused.items() if kept.round == state.round}
     refused = {device: (kept.code, kept.reason) for device, kept in {**failed, **of_round}.items()}
     asked = {*state.asked_s, *state.answered, *state.declined, *refused} - state.idle
     if refused and len(refused) + len(state.answered) >= len(asked):
         codes = [code for code, _ in Counter(code for code, _ in refused.values()).most_common()]
-        causes = "; ".join(_cause(state.round, code, refused, len(asked)) for code in codes)
+        causes = "; ".join(_describe_refusals(state.round, code, refused, len(asked)) for code in codes)
         return Ended("failed", f"{causes}.\nFix: {REFUSALS[codes[0]].fix}.", codes[0])
     passing = {device: ("", reason) for device, reason in state.declined.items() if device not in refused}
-    return Ended("failed", _no_quorum(state, want, refused | passing))
+    return Ended("failed", _describe_outcomes(state, want, refused | passing))
 
 
-def _cause(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
-    """Return what one kind of refusal was and on how many devices, with the reason that most of them gave."""
+def _describe_refusals(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
+    """Return a text on one kind of refusal: on how many devices, and the most frequent reason."""
     reasons = [reason for _, (found, reason) in sorted(refused.items()) if found == code]
     reason, count = Counter(reasons).most_common(1)[0]
     example = "" if count == len(reasons) else f"{min(d for d, each in refused.items() if each == (code, reason))}: "
@@ -395,8 +408,8 @@ def by_reason(declined: Mapping[str, str], most: int = 5) -> str:
     return "; ".join(f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told)
 
 
-def _no_quorum(state: Rounds, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:
-    """Outcome of every device asked in the round: the numbers add up, whatever the attempt."""
+def _describe_outcomes(state: Rounds, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:
+    """Return how many devices answered, declined, were rejected or stayed silent, and how to fix it."""
     asked = state.asked_s.keys() | state.answered.keys() | reasons.keys()
     rejected = {device for device, (code, _) in reasons.items() if code == UPDATE} | (
         state.declined.keys() & state.roll

@@ -1,8 +1,8 @@
 """Loop of the coordinator: executor <-> jobs <-> store. It decides nothing itself.
 
 Messages of devices are passed to the job that they are about, which is a `Serving`: they go through
-`admission.heard`, its next step through `rounds.decide`; both only return facts and actions. Facts are written to the
-log, and the executor and the store carry out the actions. `turns` decides which jobs are served.
+`admission.decide_step`, its next step through `rounds.decide`; both only return facts and actions. Facts are written to
+the log, and the executor and the store carry out the actions. `turns` decides which jobs are served.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Server:
         self._worker = self._desk.worker
         self.registry = self._desk.registry
         self._executor, self._store, self._only = executor, store, only
-        self._opening = Opening(self._desk, load, around, self._serve, by_wall)
+        self._opening = Opening(self._desk, load, around, self._serve_jobs, by_wall)
         self._limits = limits
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
@@ -114,8 +114,8 @@ class Server:
         """Devices that other jobs have at this moment."""
         return self._desk.loans.elsewhere(id)
 
-    def timed(self, id: str, now_s: float, now: float) -> tuple[Rounds, float]:
-        """Return the state of a job at work and its round's deadline, with times in wall-clock seconds."""
+    def wall_clock_state(self, id: str, now_s: float, now: float) -> tuple[Rounds, float]:
+        """Return the state of an active job and its round's deadline, with times in wall-clock seconds."""
         serving = self._jobs[id]
         to_wall = now - now_s
         state = serving.job.rounds
@@ -129,25 +129,25 @@ class Server:
         return {device: other for other in others for device in self._desk.loans.lent(other)}
 
     def step(self, now_s: float) -> float:
-        """Handle messages that have arrived and everything due; returns when to call again.
+        """Handle messages that have arrived and everything due. Return the time of the next call.
 
         Raises:
             StoreError: nothing can be written any more; accepted updates are safe, a restart continues.
         """
         desk = self._desk
-        self._poll(now_s)  # first: messages arriving now belong to the jobs that were running
+        self._poll_store(now_s)  # first: messages arriving now belong to the jobs that were running
         later = desk.later = []
         with self._store.together():
             for heard in self._executor.hear(now_s):
                 if heard is None:
                     self._say_all_again(now_s)
                 elif isinstance(heard, tuple):
-                    self._said(*heard, now_s)
+                    self._handle_message(*heard, now_s)
                 else:
-                    self._happened(heard, now_s)
+                    self._handle_happening(heard, now_s)
         desk.later = None
         for serving, action in later:
-            serving.do(action, now_s)
+            serving.carry_out(action, now_s)
         self._worker.finish(now_s)
         rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance(now_s)
@@ -195,8 +195,9 @@ class Server:
         if self._rollouts is not None:
             self._rollouts.say_all_again(now_s)
 
-    def _said(self, device: str, message: Wired, now_s: float) -> None:
-        self.registry.grant(device, self._executor.right_of(device) or self._limits.sites.get(device))
+    def _handle_message(self, device: str, message: Wired, now_s: float) -> None:
+        """Pass a device's message to its job, to the registry or to the rollouts."""
+        self.registry.set_right(device, self._executor.right_of(device) or self._limits.sites.get(device))
         match message:  # the most frequent first
             case wire.Claim():
                 if (serving := self._jobs.get(message.job)) is not None:
@@ -212,10 +213,10 @@ class Server:
                     status, counted = self._store.status(message.job), self._store.counted(message)
                     self._stray(admission.Offered(device, told, status, counted), now_s)
             case wire.Telemetry():
-                self.registry.telemetry(device, message, now_s)
+                self.registry.update_telemetry(device, message, now_s)
             case wire.Presence():
-                if self.registry.presence(device, message, now_s):
-                    self._appeared(device, now_s)
+                if self.registry.update_presence(device, message, now_s):
+                    self._handle_appearance(device, now_s)
             case Profile():
                 right = self.registry.right_of(device)
                 if message.boards and right is None and device not in self._unentitled:
@@ -226,19 +227,19 @@ class Server:
             case wire.Installed() if self._rollouts is not None:
                 self._rollouts.heard(device, message)
 
-    def _appeared(self, device: str, now_s: float) -> None:
-        """Send a device that has come, or come again, what it may lack."""
-        self._happened(admission.Appeared(device), now_s)
+    def _handle_appearance(self, device: str, now_s: float) -> None:
+        """Send a device that has connected or returned the tasks and releases that it may lack."""
+        self._handle_happening(admission.Appeared(device), now_s)
         if self._rollouts is not None:
             self._rollouts.appeared(device, now_s)
 
-    def _happened(self, event: Happening, now_s: float) -> None:
-        """Pass on what happens to a device, to the jobs that it concerns."""
+    def _handle_happening(self, event: Happening, now_s: float) -> None:
+        """Apply a device's silence, return, flooding, removal or finished fetch, and pass it to its jobs."""
         if isinstance(event, admission.Silent):
-            return self.registry.silent(event.device, now_s)
+            return self.registry.mark_silent(event.device, now_s)
         if isinstance(event, admission.Returned):
-            self.registry.returned(event.device)
-            return self._appeared(event.device, now_s)
+            self.registry.mark_returned(event.device)
+            return self._handle_appearance(event.device, now_s)
         if isinstance(event, admission.Arrived):
             if (fetched := self._desk.fetching.pop(event.device, None)) is not None:
                 fetched.happened(event, now_s)
@@ -248,7 +249,7 @@ class Server:
             self.registry.set_aside(event.device, now_s + ASIDE_S)
         if isinstance(event, admission.Removed):
             log.info("%s is removed by request", event.device, extra=about(device=event.device))
-            self.registry.remove(event.device, now_s)
+            self.registry.forget_device(event.device, now_s)
         for serving in self._jobs.values():
             if event.device in serving.asked:
                 serving.happened(event, now_s)
@@ -256,10 +257,10 @@ class Server:
 
     def _stray(self, event: admission.Claimed | admission.Offered, now_s: float) -> None:
         """Answer a device that speaks of a job which is not served now."""
-        for action in admission.heard("", None, None, event, now_s).actions:
+        for action in admission.decide_step("", None, None, event, now_s).actions:
             match action:
                 case admission.Answer(device, update, accepted, reason):
-                    self._desk.answer(device, update, accepted, reason)
+                    self._desk.acknowledge_update(device, update, accepted, reason)
                 case admission.Withdraw(device):
                     self._desk.withdraw(device, "", now_s)
                 case _:
@@ -267,8 +268,8 @@ class Server:
 
     # -- jobs --
 
-    def _poll(self, now_s: float) -> None:
-        """Read requests from the store: new jobs, jobs stopped and resumed."""
+    def _poll_store(self, now_s: float) -> None:
+        """Read requests from the store: end stopped jobs, start queued ones, preempt those without a slot."""
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s
@@ -286,7 +287,7 @@ class Server:
         self._tell_left(wanted)
         if now_s >= self._tidy_s:
             self._tidy_s = now_s + TIDY_S
-            self._tidy()
+            self._remove_expired_runs()
         if self._only is None and (
             started := triggers.start(self._store, wanted, self.registry.seen(now_s), time.time())
         ):
@@ -299,15 +300,15 @@ class Server:
         for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
             self._give_way(serving, waits[serving.id], now_s)
         if begun := [row for row in rows if row.id in served and row.id not in self._jobs and row.id not in opening]:
-            self._opening.begin(begun, now_s)
+            self._opening.open_jobs(begun, now_s)
         elif not self._jobs and not opening and len(able) == len(rows):
             self.finished = self._only is not None
 
-    def _tidy(self) -> None:
-        """Delete the runs that limits.toml does not keep, and blobs that nothing references."""
-        for id in housekeeping.retire(self._store, self._limits.retention, time.time()):
+    def _remove_expired_runs(self) -> None:
+        """Delete the runs that limits.toml does not keep, and mark all blobs for garbage collection."""
+        for id in housekeeping.remove_expired_runs(self._store, self._limits.retention, time.time()):
             log.info("%s is deleted, as [retention] of limits.toml says", id, extra=about(run=id))
-        self._desk.garbage.add_all()
+        self._desk.garbage.add_all_blobs()
 
     def _give_way(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
         """Return a job to the queue, in the state of its facts."""
@@ -316,7 +317,7 @@ class Server:
             logging.WARNING if wait.begun else logging.INFO, said, serving.id, wait.idle_s, extra=about(run=serving.id)
         )
         serving.give_up(now_s)
-        self._close(serving, "queued", now_s)
+        self._close_job(serving, "queued", now_s)
         self._gave_way_s[serving.id] = now_s
 
     def _tell_left(self, rows: Sequence[Row]) -> None:
@@ -328,8 +329,8 @@ class Server:
                     "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`", row.id
                 )
 
-    def _serve(self, found: Sequence[tuple[Row, Running]], now_s: float) -> None:
-        """Serve jobs that have been taken up."""
+    def _serve_jobs(self, found: Sequence[tuple[Row, Running]], now_s: float) -> None:
+        """Start to serve jobs whose states have been loaded."""
         opened, least_s = [], turns.absent(self._claims(now_s))
         for row, job in found:
             self._desk.loans.level(row.id, least_s * row.job.priority, now_s)
@@ -337,7 +338,7 @@ class Server:
             since_s = self._first_s.setdefault(row.id, waits_s)
             opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
-        self._desk.garbage.add_all()  # a killed process may have left some
+        self._desk.garbage.add_all_blobs()  # a killed process may have left some
         for serving in opened:
             serving.begin(now_s)
 
@@ -360,7 +361,7 @@ class Server:
                     continue
                 if serving.unreadable is not None:
                     serving.give_up(now_s)
-                    self._close(serving, "queued", now_s)
+                    self._close_job(serving, "queued", now_s)
                     self._opening.put_off(serving.job, serving.unreadable, now_s)
                     continue
                 closing = serving.job.rounds.phase == "closing"
@@ -385,14 +386,17 @@ class Server:
 
     def _leave(self, serving: Serving, now_s: float) -> None:
         """Let go of a job that has ended."""
-        self._close(serving, serving.job.rounds.phase, now_s)
+        self._close_job(serving, serving.job.rounds.phase, now_s)
         self._first_s.pop(serving.id, None)
         self.finished = self.finished or self._only == serving.id
         self._poll_s = -math.inf
 
-    def _close(self, serving: Serving, status: str, now_s: float) -> None:
+    def _close_job(self, serving: Serving, status: str, now_s: float) -> None:
+        """Stop serving a job: store its status, and release its leases and, if it has ended, its blobs."""
         if serving.over:
-            self._desk.garbage.add(serving.in_use() - serving.job.pinned())  # the bundle stays for the next run of it
+            self._desk.garbage.add_candidates(
+                serving.in_use() - serving.job.pinned()
+            )  # the bundle stays for the next run of it
         self._store.set_status(serving.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[serving.id]
         self._told.pop(serving.id, None)

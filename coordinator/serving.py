@@ -55,9 +55,9 @@ class Desk:
         self._followed: set[str] = set()  # devices whose claim of a later start has been followed
         self.garbage = GarbageCollector(store, self.in_use)
 
-    def start(self, item: Callable[[], T], then: Then[T]) -> None:
-        """Give the worker a work item; the blobs that it stores or finds are pinned until `then` has returned."""
-        self.worker.start(*self.store.depot.pinning(item, then))
+    def start_work(self, item: Callable[[], T], then: Then[T]) -> None:
+        """Give the worker a work item. Blobs that it stores or finds are pinned until `then` has returned."""
+        self.worker.start(*self.store.depot.pin_during(item, then))
 
     def withdraw(self, device: str, job: str, now_s: float) -> None:
         """Withdraw a device's task, unless it is another job's, and let a job that waits for the device have it."""
@@ -81,16 +81,16 @@ class Desk:
                 serving.unsent.remove(device)
                 serving.issue(device, now_s)
 
-    def answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
-        """Tell a device what became of its update."""
+    def acknowledge_update(self, device: str, update: Update, accepted: bool, reason: str) -> None:
+        """Send a device the message that its update is accepted or rejected."""
         self.executor.answer(
             device, wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
         )
 
-    def follow(self, device: str, epoch: int) -> None:
-        """Go on as a later start than the one that a device knows: the home may be an older copy.
+    def adopt_epoch(self, device: str, epoch: int) -> None:
+        """Adopt an epoch above the one that a device knows, as the home may be an older copy.
 
-        Every device shakes hands anew then, so one device can bring that about once, and not by any number.
+        A device can cause this once, and only for the next LATER_EPOCHS.
         """
         if epoch < self.store.epoch:
             return
@@ -110,11 +110,11 @@ class Desk:
                 self.store.begin(id)
 
     def in_use(self) -> set[str]:
-        """Blobs that active jobs use beside those of their events."""
+        """Return the blobs that active jobs and running uploads use, beyond those that their logs name."""
         return self.executor.in_use.union(*(serving.in_use() for serving in self.jobs.values()))
 
     def collect_garbage(self) -> None:
-        """Delete blobs that have no use any more, if that is due; every event of the step has been written."""
+        """Delete unreferenced blobs, if a collection is due."""
         if self.garbage.is_due(sum(len(serving.job.rounds.answered) for serving in self.jobs.values())):
             self.garbage.collect()
 
@@ -139,7 +139,9 @@ class Serving:
         self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
         # fleet, `most` and devices that were gone when there was nothing to decide
         self._undecided: tuple[object, float, AbstractSet[str]] | None = None
-        self.summed = Beside(self, desk.worker, desk.start, desk.executor, lambda: desk.jobs.get(job.id) is not self)
+        self.summed = Beside(
+            self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
+        )
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
         self.unreadable: mending.UnreadableError | None = None  # what the disk has not given back: it goes on later
 
@@ -212,20 +214,20 @@ class Serving:
         return self._desk.loans.seconds(self.id, now_s) / self.job.job.priority
 
     def in_use(self) -> set[str]:
-        """Blobs that it uses, whether its log has them yet or not."""
+        """Return the blobs that the job uses, whether its log names them yet or not."""
         state = self.job.rounds
         folded = state.folded.devices if state.folded else ()
         accepted = [update for device, update in state.answered.items() if device not in folded]
         return self.job.pinned() | self.job.sent() | blobs([*accepted, *self.arriving.values(), *self._begun.values()])
 
-    def _release(self, device: str, instead: Update | None = None) -> None:
-        """Release the last update that a device began to send, unless it sends the same again.
+    def _release_begun_update(self, device: str, instead: Update | None = None) -> None:
+        """Release the blobs of a device's unfinished update, unless `instead` has the same blobs.
 
         So a device has one unfinished update of a job on the disk, no larger than one may be, whatever it offers.
         """
         begun = self._begun.pop(device, None)
         if begun is not None and (instead is None or begun.bundles != instead.bundles):
-            self.garbage.add(blobs([begun]))
+            self.garbage.add_candidates(blobs([begun]))
 
     def tell(self) -> None:
         """Publish the job's state at the end of this step."""
@@ -238,7 +240,7 @@ class Serving:
         event = admission.Claimed(device, claim)
         if not claim.accepted:
             ask = self.job.ask(device, registry.profile_of(device))
-            event = admission.Claimed(device, claim, ask, registry.start(device))
+            event = admission.Claimed(device, claim, ask, registry.agent_start_key(device))
         self.happened(event, now_s)
 
     def offered(self, device: str, update: Update, told: Update, now_s: float) -> None:
@@ -248,7 +250,7 @@ class Serving:
 
     def happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
-        step = admission.heard(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
+        step = admission.decide_step(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
         if step.arriving is None:
             self.arriving.pop(event.device, None)
         else:
@@ -261,25 +263,25 @@ class Serving:
     # -- actions --
 
     def _act(self, action: admission.Action, now_s: float) -> None:
-        """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
+        """Carry out an action. If others can see its effect, do so after its events are written."""
         if self._desk.later is None or type(action) in AT_ONCE:
-            self.do(action, now_s)
+            self.carry_out(action, now_s)
         else:
             self._desk.later.append((self, action))
 
-    def do(self, action: admission.Action, now_s: float) -> None:
-        """Carry out an action."""
+    def carry_out(self, action: admission.Action, now_s: float) -> None:
+        """Carry out an action that `admission` has decided."""
         match action:  # the most frequent first
             case admission.Patience(device):
                 self._desk.executor.be_patient(device)
             case admission.Withdraw(device):
                 self.unsent.discard(device)
                 self._desk.withdraw(device, self.id, now_s)
-                self._release(device)
+                self._release_begun_update(device)
             case admission.Answer(device, update, accepted, reason):
-                self._desk.answer(device, update, accepted, reason)
+                self._desk.acknowledge_update(device, update, accepted, reason)
             case admission.Fetch(device, update):
-                self._release(device, update)
+                self._release_begun_update(device, update)
                 self._begun[device] = update
                 self._desk.fetching[device] = self
                 in_turn = self.summed.offered(device, update, now_s)
@@ -290,9 +292,9 @@ class Serving:
             case admission.Issue(device):
                 self.issue(device, now_s)
             case admission.Discard(update):
-                self.garbage.add(blobs([update]))
+                self.garbage.add_candidates(blobs([update]))
             case admission.Renew(device, epoch):
-                self._desk.follow(device, epoch)
+                self._desk.adopt_epoch(device, epoch)
                 self.issue(device, now_s)
 
     def issue(self, device: str, now_s: float) -> None:
@@ -320,7 +322,7 @@ class Serving:
     # -- decisions --
 
     def advance(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
-        """Make one decision, if one is due.
+        """Make the job's next decision, if one is due. Return whether the job has changed.
 
         Args:
             now_s: seconds of the coordinator's clock.
@@ -328,20 +330,24 @@ class Serving:
             most: number of devices that may be asked now.
         """
         job = self.job
-        self.summed.fold()
+        self.summed.start_folding()
         if job.rounds.phase == "closing":
-            return self.summed.commit(now_s)
+            return self.summed.start_commit(now_s)
         if self.summed.waits(now_s):
             return False
         try:
             busy = self._desk.loans.elsewhere(self.id) | left
-            if self._waits(busy, most, now_s):
+            if self._has_nothing_to_decide(busy, most, now_s):
                 return False
             late, lost_s = now_s >= self._late_s, self.summed.lost_s
-            registry, gone = self._desk.registry, self._gone(now_s)
-            at_work = self._at_work(now_s) - gone
-            fact = choice.decide(job, registry, at_work, now_s, busy, most, late, lost_s, gone)
-            if fact is None and now_s >= self._opened_s + START_S and self._desk.executor.absence.hears(now_s):
+            registry, gone = self._desk.registry, self._gone_devices(now_s)
+            at_work = self._devices_at_work(now_s) - gone
+            fact = choice.decide_for_fleet(job, registry, at_work, now_s, busy, most, late, lost_s, gone)
+            if (
+                fact is None
+                and now_s >= self._opened_s + START_S
+                and self._desk.executor.absence.can_reach_devices(now_s)
+            ):
                 self._undecided = registry.seen(now_s), most, gone
         except Exception as error:
             self.fail(error, now_s)
@@ -351,8 +357,8 @@ class Serving:
         self.record(fact, now_s)
         return True
 
-    def _waits(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
-        """Whether nothing but answers has come since there was nothing to decide, and they change nothing either.
+    def _has_nothing_to_decide(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
+        """Return whether only updates have arrived since the last decision, and they change nothing.
 
         To decide takes as long as there are devices, and answers of a few of them come at a time.
         """
@@ -360,7 +366,7 @@ class Serving:
             return False
         fleet, before, gone = self._undecided
         same = fleet is self._desk.registry.seen(now_s) and before == most
-        return same and rounds.waits_for_answers(self.job.rounds, now_s, gone)
+        return same and rounds.waits_for_updates(self.job.rounds, now_s, gone)
 
     def _able(self, now_s: float) -> Collection[str]:
         return self._desk.registry.able(self.job.engines, now_s).keys()
@@ -369,24 +375,24 @@ class Serving:
         """Whether no device works on the running round: none was asked, or those that were have gone or are others'."""
         return rounds.idle(self.job.rounds, self._able(now_s), self._desk.loans.elsewhere(self.id))
 
-    def _at_work(self, now_s: float) -> set[str]:
-        """Devices with a task of this job, whatever else is known of them.
+    def _devices_at_work(self, now_s: float) -> set[str]:
+        """Return the devices with a task of this job that can be reached, or all of them just after a start.
 
         Just after a start these are all devices asked: in a signed fleet they have to prove who they are first.
         """
         asked = set(self.asked - self._desk.loans.elsewhere(self.id))
         return asked if now_s < self._opened_s + START_S else asked.intersection(self._able(now_s))
 
-    def _gone(self, now_s: float) -> frozenset[str]:
-        """Devices of the running round that are not waited for; none while devices may still be reconnecting."""
+    def _gone_devices(self, now_s: float) -> frozenset[str]:
+        """Return the unreachable devices of the running round, or none while devices may be reconnecting."""
         state = self.job.rounds
-        if state.phase != "open" or not self._desk.executor.absence.hears(now_s):
+        if state.phase != "open" or not self._desk.executor.absence.can_reach_devices(now_s):
             return frozenset()
-        return self._desk.registry.gone(state.asked | state.due, now_s)
+        return self._desk.registry.find_gone(state.asked | state.due, now_s)
 
     def fail(self, error: Exception, now_s: float) -> None:
-        """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
-        if (hold := mending.hold_of(error)) is not None:
+        """End the job for an error of its method, or hold it for a failed read. Raise store and memory errors."""
+        if (hold := mending.suspension_reason(error)) is not None:
             self.unreadable = hold
             return
         if isinstance(error, StoreError | MemoryError):
@@ -395,7 +401,7 @@ class Serving:
         self.record(facts.failed(error), now_s)
 
     def record(self, fact: facts.AnyFact, now_s: float, done: Done | None = None) -> None:
-        """Write a fact, then act on it; `done` is the end of a round whose fact it is."""
+        """Write an event to the log, then carry out what follows from it."""
         job = self.job
         before = job.rounds
         try:
@@ -422,7 +428,7 @@ class Serving:
             case facts.Closed() | facts.Ended():
                 self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed() if done is not None:
-                self.garbage.add(job.spent(before))
+                self.garbage.add_candidates(job.spent(before))
                 job.committed(done)
                 self._rounds_s = ((had_s := self._had_s(now_s)) - self._rounds_s[1], had_s)
         if isinstance(fact, facts.Committed | facts.Ended):

@@ -194,7 +194,7 @@ def load(path: Path) -> Job:
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
-        return parse(completed(table, path.parent))
+        return parse(complete_table(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
@@ -357,15 +357,15 @@ def params(job: Job) -> Any:
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
-def completed(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a job's table with absolute paths and with the settings that are measured on its data.
+def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a job's table with absolute paths, and with settings measured on its data.
 
     Raises:
-        JobError, DataError: as `fedquilt.data.measured_settings.complete`.
+        JobError, DataError: as `fedquilt.data.measured_settings.complete_data_table`.
     """
     result = anchored(table, folder)
     if isinstance(data := result.get("data"), dict):
-        result["data"] = measured_settings.complete(data)
+        result["data"] = measured_settings.complete_data_table(data)
     return result
 
 

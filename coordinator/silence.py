@@ -37,8 +37,8 @@ class Silence:
         self._now_s = self._counted_s = 0.0  # of the owner's clock, and of the time that counts
         self._left = RATE
 
-    def heard(self, device: str) -> bool:
-        """Note a message of a device. Return whether it was silent."""
+    def record_contact(self, device: str) -> bool:
+        """Record a message of a device. Return whether the device was silent before."""
         self._asked.pop(device, None)
         self._heard_s[device] = self._counted_s
         self._heard_s.move_to_end(device)
@@ -46,22 +46,22 @@ class Silence:
         self._silent.discard(device)
         return silent
 
-    def announced(self, device: str) -> None:
-        """Note a device that is online by a retained message: nobody knows when it was last heard.
+    def expect_contact(self, device: str) -> None:
+        """Start to wait for a message of a device that only a retained message reports online.
 
         The coordinator has just announced itself, which all devices answer.
         """
         if device not in self._heard_s and device not in self._asked and device not in self._silent:
             self._asked[device] = self._counted_s + AGAIN_S, 1
 
-    def gone(self, device: str) -> None:
-        """Note that a device is offline."""
+    def forget(self, device: str) -> None:
+        """Stop watching a device that is offline."""
         self._heard_s.pop(device, None)
         self._asked.pop(device, None)
         self._silent.discard(device)
 
     def step(self, now_s: float, hears: bool) -> Quiet:
-        """Return the devices to ask, and those that have become silent.
+        """Return the devices whose presence is to be requested, and the devices that have become silent.
 
         Args:
             now_s: seconds of the owner's clock.
@@ -79,7 +79,7 @@ class Silence:
             else:
                 silent.append(device)
         self._silent.update(silent)
-        while self._left >= 1 and self._heard_s and self._first_s() <= self._counted_s:
+        while self._left >= 1 and self._heard_s and self._next_quiet_s() <= self._counted_s:
             device, _ = self._heard_s.popitem(last=False)
             self._left -= 1
             ask.append(device)
@@ -89,8 +89,9 @@ class Silence:
     def next_s(self) -> float:
         """Return when `step` may have something to do, on the owner's clock."""
         due_s = [next(iter(self._asked.values()))[0]] if self._asked else []
-        due_s += [self._first_s()] if self._heard_s else []
+        due_s += [self._next_quiet_s()] if self._heard_s else []
         return self._now_s + max(min(due_s) - self._counted_s, STEP_S / 2) if due_s else float("inf")
 
-    def _first_s(self) -> float:
+    def _next_quiet_s(self) -> float:
+        """Return the counted time at which the device without contact for longest becomes quiet."""
         return next(iter(self._heard_s.values())) + QUIET_S

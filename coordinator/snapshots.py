@@ -28,7 +28,7 @@ from fedquilt.coordinator.store_rows import DamagedRunError, storing
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.logs import about
 
-RULES: Final = 8  # raise it whenever the same facts come to another state, or a state is another type
+RULES: Final = 9  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
@@ -52,19 +52,20 @@ class Standing(msgspec.Struct):
     weights: DeviceNumbers = msgspec.field(default_factory=DeviceNumbers)  # of a site: the mean of its boards
     reported: DeviceNumbers = msgspec.field(default_factory=DeviceNumbers)  # examples, likewise
 
-    def take(self, fact: AnyFact, after: Rounds) -> None:
-        """Go on to the state after a fact."""
+    def apply_fact(self, fact: AnyFact, after: Rounds) -> None:
+        """Replace the state by `after`, the state after an event, and note the numbers of an accepted update."""
         if isinstance(fact, Answered):
-            self._take_update(fact.update, work="work" in after.actions)
+            self._note_update_numbers(fact.update, work="work" in after.actions)
         self.rounds, self.facts = after, self.facts + 1
 
-    def _take_update(self, update: Update, *, work: bool) -> None:
+    def _note_update_numbers(self, update: Update, *, work: bool) -> None:
+        """Store the examples and, for work, the weight of a device's update, per board."""
         boards = max(len(update.boards), 1)
         if (examples := update.usage.examples) is not None:
             self.examples[update.device] = examples
-            self.reported.note(update.device, examples / boards)
+            self.reported.set_number(update.device, examples / boards)
         if work and update.weight > 0:
-            self.weights.note(update.device, update.weight / boards)
+            self.weights.set_number(update.device, update.weight / boards)
 
 
 class Kept(NamedTuple):
@@ -146,8 +147,8 @@ class Snapshots:
         self._table, self._look, self._home, self._writing, self._every = table, look, home, writing, every
         self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
 
-    def of(self, job: str, plan: Plan, now_s: float) -> tuple[Standing, int]:
-        """State of a job's latest snapshot on this process's clock, and the number of its last fact.
+    def load_state(self, job: str, plan: Plan, now_s: float) -> tuple[Standing, int]:
+        """Return the state of a job's latest snapshot, on this process's clock, and the number of its last event.
 
         Without a snapshot that fits: the state before the first fact, and 0.
 

@@ -104,9 +104,9 @@ class Store:
             except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
-        self.snapshots = Snapshots(table, self._rows.log, home, self._writing, every)
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
-        self.holds = Holds(self._db, home, self._writing, self._epoch)
+        self.snapshots = Snapshots(table, self._rows.log, home, self._write_transaction, every)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_s)
+        self.holds = Holds(self._db, home, self._write_transaction, self._epoch)
         self.depot = Depot(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
@@ -130,7 +130,7 @@ class Store:
             with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
             if self._lock is not None:
-                self.depot.alone()
+                self.depot.open_as_owner()
         return self._lock is not None
 
     def served(self) -> bool:
@@ -139,7 +139,7 @@ class Store:
 
     def next_epoch(self, above: int = 0) -> int:
         """Number of this start of a coordinator here, from 1, and greater than `above`, which a device knows."""
-        with self._writing():
+        with self._write_transaction():
             epoch = 1 + max(self._epoch(), above)
             self._rows.count("epoch", epoch)
         return epoch
@@ -160,7 +160,7 @@ class Store:
 
     def note_signed(self, signed: bool) -> None:
         """Note whether the coordinator that begins here checks who sends what."""
-        with self._writing():
+        with self._write_transaction():
             self._rows.count("signed", 1 + signed)  # 0: a counter that has not begun
 
     def signed(self) -> bool | None:
@@ -187,7 +187,7 @@ class Store:
         status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
         settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else user()
         notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
-        with self._writing():
+        with self._write_transaction():
             self._rows.add(Stored(id, settings, str(bundle), status, now, origin, submitter=submitter))
             self._rows.append([(run, now, encoded(run, Noted(said))) for run, said in notes.items()])
         return id
@@ -197,7 +197,7 @@ class Store:
 
         Processes that submit the same job at once get the same run.
         """
-        with self._writing():
+        with self._write_transaction():
             id = self.unfinished(job, bundle)
             return (id, True) if id is not None else (self.add(job, bundle), False)
 
@@ -238,15 +238,15 @@ class Store:
                 return row
         raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
 
-    def remove(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
-        """Delete runs and their facts from the database: all of them or, if the process is killed, none; returns which.
+    def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
+        """Delete runs and their events from the database in one transaction, and return the ids deleted.
 
         Their blobs stay: `coordinator.garbage` deletes those that no run needs. `only_ended` spares those resumed.
 
         Raises:
             JobError: a coordinator other than this process serves the home and may be working on one of them.
         """
-        with self._writing():
+        with self._write_transaction():
             self.require_idle(ids)
             gone = [id for id in ids if not only_ended or self.status(id) not in UNENDED]
             for id in gone:
@@ -267,9 +267,9 @@ class Store:
 
     def begin(self, id: str) -> None:
         """Note that the coordinator started last has taken a job up, unless it is asked to stop it."""
-        with self._writing():
+        with self._write_transaction():
             self._rows.change(id, epoch=self._epoch())
-        self.holds.forget(id)
+        self.holds.end(id)
         self.set_status(id, "running", unless="stopping")
 
     def standing(self, row: Row) -> str:
@@ -297,7 +297,7 @@ class Store:
 
     def set_status(self, id: str, status: str, *, unless: str = "") -> None:
         """Store a job's status; one that has the status `unless` keeps it."""
-        with self._writing():
+        with self._write_transaction():
             if not unless or self.status(id) != unless:
                 self._rows.change(id, status=status)
 
@@ -315,8 +315,8 @@ class Store:
         """Hashes (sha256) of every job's latest state, from which results are made."""
         return {log.state for log in self.logs().values() if log.state}
 
-    def held(self) -> set[str]:
-        """Blobs that runs and rollouts may need: latest states, updates that none contains yet."""
+    def referenced_blobs(self) -> set[str]:
+        """Return the blobs that runs and rollouts may need: latest states, and updates not contained in one."""
         with storing(self.home):
             return self.rollouts.blobs().union(*(log.blobs for log in self.logs().values()))
 
@@ -354,16 +354,16 @@ class Store:
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
             self.depot.settle()  # what a fact names is on the disk before it
-            with self._writing():
+            with self._write_transaction():
                 self._rows.append(rows)
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Return a write transaction: no other process adds a run or a rollout, or collects garbage, meanwhile."""
-        return self._writing()
+        """Return a write transaction, within which no other process adds runs or rollouts, or collects garbage."""
+        return self._write_transaction()
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """One transaction; it is refused also if a run that is written to is damaged, or the database as a whole."""
+    def _write_transaction(self) -> Iterator[None]:
+        """Open a write transaction. Raise StoreError if the database, or a run that is written to, is damaged."""
         self._require_whole()
         try:
             with storing(self.home), nullcontext() if self._db.in_transaction else self._rows.together():

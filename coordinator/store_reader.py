@@ -76,7 +76,7 @@ class Reader(Store):
                 f"{home} has tables of version {found}, and this fedquilt reads {store_tables.VERSION}: "
                 f"`fedquilt ls --home {home}` brings earlier ones up to date; for later ones install that version"
             )
-        self.rollouts = RolloutLog(self._db, self._rows, home, self._writing)
-        self.holds = Holds(self._db, home, self._writing, self._epoch)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction)
+        self.holds = Holds(self._db, home, self._write_transaction, self._epoch)
         self.depot = Depot(home / "blobs", make=False)
         self._lock, self._waiting = None, None

@@ -69,7 +69,7 @@ def served(home: Path, disk: Disk = PRIVATE) -> bool:
         StoreError: the home cannot be read.
     """
     with storing(home):
-        return disk.locked(home / "lock")
+        return disk.is_locked(home / "lock")
 
 
 class transaction:
@@ -113,7 +113,7 @@ def _still(path: Path) -> bool:
 
 
 class Identity(NamedTuple):
-    """Tells a database from another one at its place; where it changes, whoever reads has to open it anew."""
+    """Identity of a database file. Readers reopen the file when the identity changes."""
 
     device: int
     inode: int
@@ -317,7 +317,7 @@ class Rows:
         return [(seq, at, body) for seq, at, body, _ in rows]
 
     def log(self, id: str) -> Log | None:
-        """A job's log as it is now; None: it does not end as the job's row says, or there is no such job."""
+        """Return a job's current log, or None if there is no such job or the log's end differs from the job's row."""
         row = self.job(id)
         found = None if row is None else self._logs.of(id, row.head)
         return found if row is not None and found is not None and found.head == row.head else None

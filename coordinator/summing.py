@@ -66,8 +66,8 @@ class Summing:
 
     # -- small updates, in the loop --
 
-    def taken(self, update: Update, rounds: Rounds, base: Base, bounds: claims.Bounds) -> Update:
-        """The update as it is stored: with a codec, its tensors are decoded here. It is folded, if it comes in order.
+    def read_update(self, update: Update, rounds: Rounds, base: Base, bounds: claims.Bounds) -> Update:
+        """Decode, check and store an update, fold it if it is next in order, and return it as stored.
 
         Raises:
             UpdateError: it cannot be folded, or is no output of the codec.
@@ -76,7 +76,8 @@ class Summing:
         if self._job.wire.codec == "raw" and not of_site and self._folding.holds(update):
             return update
         with checks.named(update.device):
-            update, given = self._read_as(update, mending.contribution(self._depot, update), base, bounds)
+            given = self._decode(mending.contribution(self._depot, update), base)
+            update = self._authorize(update, given, bounds)
             next_one = self._folding.follows(update.device, rounds.answered, rounds.asked)
             next_one = next_one and (self._exact or not of_site)  # a site's boards have places among the others
             if next_one:
@@ -123,7 +124,7 @@ class Summing:
         able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.actions
         if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
             return None
-        return self._depot.file(rounds.state.sha256)
+        return self._depot.verified_path(rounds.state.sha256)
 
     def foresee_sum(self, rounds: Rounds, round: int, given: Mapping[str, Told], packed: Callable[[], bytes]) -> None:
         """Take the packed sum of updates if all are foreseen; it counts once all of them do, with the same content.
@@ -150,13 +151,14 @@ class Summing:
 
     # -- large updates, by a worker: one call at a time --
 
-    def examined(self, update: Update, base: Base, bounds: claims.Bounds) -> Update:
-        """The update as it is stored, which is not folded yet; errors as of `taken`."""
+    def read_large_update(self, update: Update, base: Base, bounds: claims.Bounds) -> Update:
+        """Decode, check and store a large update without folding it, and return it as stored."""
         with checks.named(update.device):
             given = self._streamed(update)
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
-            update, given = self._read_as(update, given, base, bounds)
+            given = self._decode(given, base)
+            update = self._authorize(update, given, bounds)
             required(self._fold, self._state, given)
         return self._plain(update, given)
 
@@ -301,15 +303,20 @@ class Summing:
             return mending.contribution(self._depot, update)
         return mending.streamed(self._depot, update)
 
-    def _read_as(
-        self, update: Update, given: Contribution, base: Base, bounds: claims.Bounds
-    ) -> tuple[Update, Contribution]:
-        """A device's update, its tensors decoded; a site's, which has decoded them, with the names of its boards."""
-        if has_site_bundles(given.bundles):  # types and shapes of its bundles are not kept
-            parts = passed.parts(given)
-            claims.require_boards(update, parts, bounds)
-            return msgspec.structs.replace(update, boards=tuple(part.device for part in parts)), given
-        return update, replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
+    def _decode(self, given: Contribution, base: Base) -> Contribution:
+        if has_site_bundles(
+            given.bundles
+        ):  # the site has decoded them, and types and shapes of its bundles are not kept
+            return given
+        return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
+
+    def _authorize(self, update: Update, given: Contribution, bounds: claims.Bounds) -> Update:
+        """Return the update with the devices that a site may speak for, or raise UpdateError if it may not."""
+        if not has_site_bundles(given.bundles):
+            return update
+        parts = passed.parts_of_site(given)
+        claims.require_site_boards(update, parts, bounds)
+        return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _plain(self, update: Update, given: Contribution) -> Update:
         """The update as it is stored: as the codec has decoded it."""

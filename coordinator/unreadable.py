@@ -33,18 +33,27 @@ class Waiting:
         """Whether a job is not to be taken up yet."""
         return job in self._tried and now_s < self._tried[job].again_s
 
-    def failed(self, job: str, what: str, now_s: float, *, counts: bool = True) -> Tried | None:
-        """Note that what a job needs could not be read; None: it is given up, and all is forgotten of the job.
+    def record_failure(
+        self, job: str, what: str, now_s: float, *, counts: bool = True, before: Tried | None = None
+    ) -> Tried | None:
+        """Count a failed read of a job's file. Return when to try again, or None to give the job up.
 
-        Without `counts` the job waits as long as necessary.
+        Args:
+            job: Id of the job.
+            what: What could not be read.
+            now_s: Seconds of the coordinator's clock.
+            counts: Whether tries are limited. Without a limit the job waits as long as necessary.
+            before: Tries of earlier coordinators. A try that comes before their next one is due does not count, so that
+                restarts within seconds do not give a job up.
         """
-        known = self._tried.pop(job, None)
+        known = self._tried.pop(job, before)
         if known is None or known.what != what or now_s >= known.again_s + NEW_S:
             known = Tried(what, 0, now_s, now_s)
-        number = known.number + counts
+        early = 0 < known.again_s - now_s <= AGAIN_S  # a wall clock that was set back shows a later time
+        number = known.number + (counts and not early)
         if number >= TRIES:
             return None
-        self._tried[job] = Tried(what, number, known.since_s, now_s + AGAIN_S)
+        self._tried[job] = Tried(what, number, known.since_s, known.again_s if early else now_s + AGAIN_S)
         return self._tried[job]
 
     def forget(self, job: str) -> None:

@@ -123,7 +123,7 @@ class Thread:
         return bool(self._ended)
 
     def fds(self) -> Sequence[int]:
-        """See `Worker`."""
+        """Return the file descriptor that becomes readable when a work item has ended, or none before the start."""
         return () if self._thread is None else (self._wake,)
 
     def start(self, piece: Callable[[], T], then: Then[T]) -> None:
@@ -135,7 +135,7 @@ class Thread:
         self._begun.put((piece, then))
 
     def finish(self, now_s: float) -> bool:
-        """See `Worker`."""
+        """Call the callbacks of work items that have ended. Return whether there were any."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         count = _finish(self._ended, now_s)

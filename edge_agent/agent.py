@@ -94,7 +94,7 @@ class Agent:
         depot = self.local.depot
         self._transfers = Transfers(link, depot, self._topics, "up", self._may_give, carriers=carriers)
         means = means_of.of(settings, board.memory_bytes)
-        kept, counted = self.local.recover()
+        kept, counted = self.local.load_outbox()
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
             self.device,
@@ -125,23 +125,23 @@ class Agent:
         return [*self._worker.fds(), *self.releases.fds(), *self._transfers.fds()]
 
     def step(self, now_s: float) -> float:
-        """Handle messages that have arrived and everything due; errors of a task never end the agent."""
+        """Handle messages that have arrived and everything due. Return the time of the next call."""
         if self._link.session != self._session:
             self._greet(now_s)
         for message in self._link.receive():
-            self._handle(message, now_s)
+            self._handle_message(message, now_s)
         for said in self.garbage.due(now_s):
             log.warning("%s", said)
         self._transfers.step(now_s)
         for _, sha256, error in self._transfers.take_done():
-            self._fetched(sha256, error, now_s)
+            self._handle_fetched(sha256, error, now_s)
         self.duty.step(now_s)
         release_s = self.releases.step(now_s)
         if now_s >= self._tell_s:
             self._tell(now_s)
-        self._tell_readings(now_s)
+        self._publish_readings(now_s)
         due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
-        return min(due_s, self.duty.due_s(now_s), release_s, self._due_telemetry_s(), self._tell_s)
+        return min(due_s, self.duty.due_s(now_s), release_s, self._telemetry_due_s(), self._tell_s)
 
     def take(self, settings: AgentSettings) -> None:
         """Go on with other settings: budget (of later tasks), labels, governor and the interval of telemetry.
@@ -181,7 +181,8 @@ class Agent:
         self.releases.tell(now_s)
         self.duty.feed(Connected(), now_s)
 
-    def _handle(self, message: Message, now_s: float) -> None:
+    def _handle_message(self, message: Message, now_s: float) -> None:
+        """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
         try:
             route = wire.route(message.topic)
             if route.leaf == "coord":
@@ -196,14 +197,14 @@ class Agent:
                 self._task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
-                self._settle(Acked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s)
+                self._apply_ack(Acked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s)
             elif not self.releases.handle(route.leaf, message.payload, now_s):
                 self._transfers.handle(route, message.payload, now_s)
         except WireError as error:
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
         except StoreError as error:
-            self.duty.feed(Failed(failures.code(error), failures.sentence(error)), now_s)
+            self.duty.feed(Failed(failures.code_of_error(error), failures.describe_error(error)), now_s)
 
     def _task(self, payload: bytes, now_s: float) -> None:
         if not payload:
@@ -212,8 +213,8 @@ class Agent:
         missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has(ref))
         return self.duty.feed(Arrived(task, missing), now_s)
 
-    def _settle(self, answer: Acked, reason: str, now_s: float) -> None:
-        """Apply the answer to an update: on disk first, so that with a full disk it is answered again."""
+    def _apply_ack(self, answer: Acked, reason: str, now_s: float) -> None:
+        """Record the coordinator's answer to an update on disk, then drop the update's blobs and act."""
         key, accepted = answer.key, answer.accepted
         offer = self.duty.state.outbox.get(key)
         if offer is None:
@@ -224,7 +225,7 @@ class Agent:
         try:
             self.local.settle(key, accepted, state.counted)
             self.duty.state = state
-            self._release(offer.update.bundles.values())
+            self._drop_unneeded(offer.update.bundles.values())
         except StoreError as error:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             if accepted:
@@ -234,10 +235,10 @@ class Agent:
             log.warning(
                 "the update of %s, round %d, was refused: %s", *key, reason, extra=about(run=key[0], round=key[1])
             )
-        self.duty.act(actions, now_s)
+        self.duty.carry_out(actions, now_s)
 
-    def _release(self, refs: Iterable[BlobRef]) -> None:
-        """Drop blobs that have no other use: another job's update may have the same content."""
+    def _drop_unneeded(self, refs: Iterable[BlobRef]) -> None:
+        """Drop those of the blobs that nothing on this device needs."""
         needed = self._needed()
         for ref in refs:
             if ref.sha256 not in needed:
@@ -263,24 +264,26 @@ class Agent:
             self._full_bytes = self.local.free_bytes()
 
     def drop(self, update: Update) -> None:
-        """See `duty.Surroundings`."""
+        """Discard an update that the coordinator asks for again from another state."""
         log.warning(
             "the update of %s, round %d, is dropped: the coordinator asks for that round again, from another state",
             update.job,
             update.round,
         )
         self.local.settle((update.job, update.round), False, self.duty.state.counted)
-        self._release(update.bundles.values())
+        self._drop_unneeded(update.bundles.values())
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
         size = sum(ref.size for ref in refs)
-        self.local.make_room(size, size_bytes(self.settings.cache), self._needed())
+        idle = not (self.duty.works or self.releases.checks)
+        self.local.make_room(size, size_bytes(self.settings.cache), self._needed(), idle=idle)
         self.local.require_room(size)
         for ref in refs:
             self._transfers.want(self.device, ref)
 
-    def _fetched(self, sha256: str, error: str | None, now_s: float) -> None:
+    def _handle_fetched(self, sha256: str, error: str | None, now_s: float) -> None:
+        """Report a fetched blob, or the failure of its transfer, to the releases and the task."""
         self.releases.fetched(sha256, error, now_s)
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
@@ -292,23 +295,23 @@ class Agent:
             try:
                 self.local.require_room(size)
             except StoreError as full:
-                return self.duty.feed(Failed(failures.code(full), failures.sentence(full)), now_s)
+                return self.duty.feed(Failed(failures.code_of_error(full), failures.describe_error(full)), now_s)
         return self.duty.feed(Fetched(sha256, error), now_s)
 
     def abandon(self, sha256: str) -> None:
-        """See `duty.Surroundings`; a blob that a release waits for too is fetched on."""
+        """Cancel the transfer of a blob and drop it, unless something else needs it."""
         if sha256 not in self._needed():
             self._transfers.cancel(self.device, sha256)
             self.local.depot.drop(sha256)
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
-        """See `duty.Surroundings`."""
+        """Return the order for the task's process, with paths of its files. Raise StoreError if one is gone."""
         depot, paths = self.local.depot, {}
         compared = (
             self.local.durable and task.engine in READ_BY_TASK
         )  # else here, and a large model takes seconds to hash
         for name, ref in task.bundles.items():
-            path = depot.file(ref.sha256, compared=compared)
+            path = depot.verified_path(ref.sha256, compared=compared)
             if path is None:
                 raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
             paths[name] = path
@@ -324,7 +327,7 @@ class Agent:
             private_sha256=private.sha256,
             lost=private.lost,
             forgotten=private.forgotten,
-            cache=str(self.local.cache(task.job)),
+            cache=str(self.local.cache_folder(task.job)),
             out=str(self.local.empty_output()),
             plan_bytes=plan_bytes,
             checked=compared,
@@ -337,7 +340,7 @@ class Agent:
         """See `duty.Surroundings`."""
         if update.note:
             log.warning("%s, round %d: %s", update.job, update.round, update.note)
-        return self.local.commit(update, blobs, private)
+        return self.local.commit_update(update, blobs, private)
 
     def remember(self, learned: Mapping[str, Learned]) -> None:
         """See `duty.Surroundings`."""
@@ -355,14 +358,14 @@ class Agent:
         A disk that does not say whether they are there is asked again by the next offer.
         """
         try:
-            here = all(self.local.depot.look(ref) for ref in update.bundles.values())
+            here = all(self.local.depot.is_intact(ref) for ref in update.bundles.values())
         except StoreError as error:
             said = "%s, round %d: the update is offered later: %s"
             log.warning(said, update.job, update.round, error, extra=about(run=update.job))
             return
         if not here:
             gone = Acked((update.job, update.round), False, update.epoch, update.attempt)
-            return self._settle(gone, "its blobs are gone from this disk, or damaged", now_s)
+            return self._apply_ack(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
             self.publish("update", update)
 
@@ -385,11 +388,12 @@ class Agent:
         self._presence += 1
         self.publish("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
 
-    def _tell_readings(self, now_s: float) -> None:
-        if now_s < self._due_telemetry_s():
+    def _publish_readings(self, now_s: float) -> None:
+        """Publish telemetry if due, and the profile if it has changed."""
+        if now_s < self._telemetry_due_s():
             return
         self._telemetry_s = now_s
-        self.told = told = messages.telemetry(
+        self.told = told = messages.telemetry_message(
             self._board.read(now_s),
             self._worker.resident_bytes or None,
             self._clock(),
@@ -404,11 +408,13 @@ class Agent:
         if told is not None:
             self.publish("telemetry", told, reliable=False)
 
-    def _due_telemetry_s(self) -> float:
+    def _telemetry_due_s(self) -> float:
+        """Return the time of the next telemetry, which is sooner while the disk is full."""
         is_full = self.told is not None and self.told.disk_full
         return self._telemetry_s + (min(self.settings.telemetry_s, FULL_S) if is_full else self.settings.telemetry_s)
 
     def _is_disk_full(self, now_s: float) -> bool | None:
+        """Return None if no task was refused for a full disk, else whether the disk is still as full."""
         if self._full_bytes is None:
             return None
         self._full_s = now_s if self._full_s is None else self._full_s

@@ -56,8 +56,8 @@ def run_agent(settings: AgentSettings) -> None:
     if own is None:
         log.info("%s", UNSIGNED)
     cage, home = budget.Cage(), Path(settings.home).absolute()
-    worker = ChildWorker(settings.warm_s, confine.command(home / "task"), cage, home / "task")
-    checks = ChildWorker(0.0, start.command(home / models.CHECK), cage, home / models.CHECK)
+    worker = ChildWorker(settings.warm_s, confine.task_command(home / "task"), cage, home / "task")
+    checks = ChildWorker(0.0, start.check_command(home / confine.CHECK), cage, home / confine.CHECK)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.take(given))
     deployed = models.Models(
@@ -79,7 +79,7 @@ def run_agent(settings: AgentSettings) -> None:
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
     watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
     try:
-        with open_metrics.served(settings.metrics.listen, lambda: exposed.families(agent)):
+        with open_metrics.serve_metrics(settings.metrics.listen, lambda: exposed.families(agent)):
             links.run(watched, link, lambda: bool(stopped))
     finally:
         systemd.notify("STOPPING=1")

@@ -112,10 +112,10 @@ class Duty:
         """Apply an event, and carry out the actions that follow."""
         reading = self.spare(now_s) if isinstance(event, Arrived) else Reading()
         self.state, actions = plan.advance(self.state, event, now_s, reading)
-        self.act(actions, now_s)
+        self.carry_out(actions, now_s)
 
-    def act(self, actions: Sequence[events.Action], now_s: float) -> None:
-        """Carry out the plan's actions; errors of the disk become a refusal."""
+    def carry_out(self, actions: Sequence[events.Action], now_s: float) -> None:
+        """Carry out the plan's actions. An error of the disk ends them and fails the task."""
         for action in actions:
             try:
                 match action:  # the most frequent first
@@ -137,7 +137,7 @@ class Duty:
                     case events.Drop(update):
                         self._around.drop(update)
             except StoreError as error:
-                return self.feed(Failed(failures.code(error), failures.sentence(error)), now_s)
+                return self.feed(Failed(failures.code_of_error(error), failures.describe_error(error)), now_s)
 
     def take(self, means: events.Means, rule: Rule) -> None:
         """Have other means from the next task on, and choose operating points by another rule at once."""
@@ -175,7 +175,7 @@ class Duty:
         if open is None or not open.working:
             return
         if isinstance(event, Outcome):
-            return self._ended(open, event, now_s)
+            return self._finish_task(open, event, now_s)
         if isinstance(event, Loaded):
             known = self.state.learned.get(events.workload(open.task), Learned())
             done_by_s = open.due_s - self._way_s
@@ -183,8 +183,8 @@ class Duty:
         self._pacer.progress(event.fraction, now_s)
         self._around.progressed(open.task, event.fraction, now_s)
 
-    def _ended(self, open: events.Open, outcome: Outcome, now_s: float) -> None:
-        """Make the result durable, then apply it."""
+    def _finish_task(self, open: events.Open, outcome: Outcome, now_s: float) -> None:
+        """Make the result of an ended task durable and enter it into the plan, or enter its failure."""
         means = self.state.means
         if outcome.runs_on not in ("", means.runs_on.get(open.task.engine)):
             runs_on = {**means.runs_on, open.task.engine: outcome.runs_on}
@@ -202,5 +202,5 @@ class Duty:
         except WireError as error:
             return self.feed(Failed("exception", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
-            return self.feed(Failed(failures.code(error), failures.sentence(error)), now_s)
+            return self.feed(Failed(failures.code_of_error(error), failures.describe_error(error)), now_s)
         return self.feed(Done(update, private, spent.learned, outcome.planned_bytes), now_s)

@@ -49,14 +49,14 @@ def _confined(means: Means) -> dict[str, str]:
     return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
-def telemetry(
+def telemetry_message(
     reading: Reading,
     task_bytes: int | None = None,
     clock_s: float | None = None,
     served: Served | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
-    """Telemetry message of a reading, the task's process, the clock and the model runner; None if nothing is known."""
+    """Return the telemetry of a reading, the task's process, the clock and the runner, or None if empty."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -106,6 +106,7 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         weight=outcome.weight,
         bundles=outcome.bundles,
         metrics=outcome.metrics,
+        evaluation=outcome.evaluation,
         usage=usage,
         bases={name: task.bundles[name].sha256 for name in sorted(moved)},
         layouts=_layouts(outcome),
@@ -118,7 +119,9 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
 
 def _layouts(outcome: Outcome) -> dict[str, dict[str, str]]:
     """Types and shapes of what is sent; none of a network whose list alone would be more than a message takes."""
-    size = sum(len(name) + len(said) + 6 for each in outcome.layouts.values() for name, said in each.items())
+    sums = outcome.evaluation
+    size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
+    size += sum(len(name) + len(said) + 6 for each in outcome.layouts.values() for name, said in each.items())
     return outcome.layouts if size <= LAYOUT_MOST else {}
 
 

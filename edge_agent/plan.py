@@ -91,9 +91,9 @@ def advance(state: State, event: Event, now_s: float, reading: Reading = Reading
         case Done():
             return _done(state, event, now_s)
         case Failed() if state.open is not None:
-            return _failed(state, state.open, event)
+            return _handle_failure(state, state.open, event)
         case Acked():
-            return _acked(state, event, now_s)
+            return _handle_ack(state, event, now_s)
         case Connected():
             offers = {key: replace(offer, due_s=now_s, patience_s=RESEND_S) for key, offer in state.outbox.items()}
             return _due(replace(state, outbox=offers), now_s)
@@ -131,13 +131,13 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
     stale = state.outbox.get(key)  # computed from another state: by this device, for a copy of the coordinator's log
     if stale is not None:
         state = replace(state, outbox={other: offer for other, offer in state.outbox.items() if other != key})
-    refusal = admit(state, task, reading)
-    after, actions = _refuse(state, task, *refusal) if refusal is not None else _open(state, event, now_s)
+    refusal = refusal_of(state, task, reading)
+    after, actions = _refuse_task(state, task, *refusal) if refusal is not None else _open(state, event, now_s)
     return after, actions if stale is None else (Drop(stale.update), *actions)
 
 
-def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
-    """Reason why this device cannot take a task; None: it can."""
+def refusal_of(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
+    """Return why this device cannot take a task, as code and reason, or None if it can."""
     means = state.means
     if task.method not in means.methods:
         return "method", (
@@ -150,7 +150,7 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
     if task.wire.codec not in means.codecs:
         known = ", ".join(means.codecs)
         return "codec", f"no codec {task.wire.codec!r} here (known: {known}): install the coordinator's fedquilt"
-    return budget.shortage(
+    return budget.memory_shortage(
         task.engine,
         task.work,
         means.budget_bytes,
@@ -217,7 +217,8 @@ def _claim(state: State, task: Task) -> Claim:
     return replace(claim, counted=last.round, epoch=last.epoch)
 
 
-def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
+def _refuse_task(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
+    """Publish a refusal of the task, end it if it has begun, and remember the refusal."""
     claim = replace(_claim(state, task), accepted=False, code=code, reason=shorten_error(reason))
     return replace(_without_open(state), refusal=claim), (*_give_up(state), Say(claim))
 
@@ -295,7 +296,7 @@ def _done(state: State, event: Done, now_s: float) -> Step:
     return replace(_without_open(state), outbox=outbox, base_bytes=bases), (Send(update), *noted)
 
 
-def _failed(state: State, open: Open, event: Failed) -> Step:
+def _handle_failure(state: State, open: Open, event: Failed) -> Step:
     """Refuse the task, or begin it again if its process was killed without own fault.
 
     With the same plan, so that the result has the same bits; only a refusal makes the next attempt more cautious.
@@ -303,10 +304,11 @@ def _failed(state: State, open: Open, event: Failed) -> Step:
     if event.killed and open.working and open.killed < KILLED_MOST:
         return _proceed(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
     times = f" ({open.killed + 1} times)" if event.killed else ""
-    return _refuse(_warned(state, event), open.task, event.code, f"{event.reason}{times}")
+    return _refuse_task(_warned(state, event), open.task, event.code, f"{event.reason}{times}")
 
 
-def _acked(state: State, event: Acked, now_s: float) -> Step:
+def _handle_ack(state: State, event: Acked, now_s: float) -> Step:
+    """Remove an answered update from the outbox, note a counted round, and end a task that it made useless."""
     job, round = event.key
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:

@@ -117,7 +117,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     board: str = "auto"  # or a profile's name, for a simulated one
     profile: str | None = None  # file of `fedquilt record` for this board, or a shipped one; None: its kind's
     budget: str | None = None  # most that a task's process may hold resident; None: half of the board's memory
-    cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
+    cache: str = "2GB"  # blobs and files of tasks kept for later rounds and jobs; the longest unused go first
     tensorrt: str | None = (
         None  # most disk for the engines that TensorRT builds of graphs to score; None: it is not used
     )

@@ -3,7 +3,8 @@
     <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
     <home>/task/out/                  output of the current task
     <home>/task/cache/<job>@<boot>/   files of a job's tasks for later ones; may vanish at any time between tasks
-    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries
+    <home>/task/tmp/, libraries/      temporary files of the task's process, and caches of CUDA and other libraries;
+                                      `make_room` drops them and other jobs' caches as it drops blobs
     <home>/scratch/                   outbox entry in the making; removed at every start
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
     <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
@@ -83,7 +84,7 @@ class Local:
         self._out, self._caches = self.task / confine.OUT, self.task / confine.CACHE
         if durable:
             self._make_folders()
-        self._cache: Path | None = None  # folder of the latest `cache`
+        self._cache: Path | None = None  # folder of the latest `cache_folder`
         self._light: set[Key] = set()  # results that are in memory only
         self._remembered = Remembered(self.home, disk, durable=durable)
         self._there = self.home if shared is None else shared.depot.folder  # a folder that exists
@@ -109,17 +110,17 @@ class Local:
 
     # -- starting --
 
-    def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, Counted]]:
-        """Leftovers of an earlier process: updates to deliver (and whether with private state), and rounds counted."""
+    def load_outbox(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, Counted]]:
+        """Return updates to deliver, and whether each has private state, and the last counted round of each job."""
         if self.durable:
-            self.depot.alone()
+            self.depot.open_as_owner()
         if not self._disk.is_dir(self._outbox):
             return {}, {}
         updates: dict[Key, tuple[Update, bool]] = {}
         with doing(f"read {self.home}"):
             counted = self._remembered.recover()
-            self._clear(self._scratch)
-            self._clear(self._out)
+            self._remove_quietly(self._scratch)
+            self._remove_quietly(self._out)
             for entry in sorted(self._disk.entries(self._outbox)):
                 folder = f"{self._outbox}/{entry.name}"
                 update = self._stored(folder)
@@ -154,24 +155,23 @@ class Local:
     # -- one task --
 
     def empty_output(self) -> Path:
-        """Empty the folder for the output of the next task and return it; without `durable` it may not exist yet."""
+        """Empty the folder for the next task's output and return it. If not durable, it may not exist yet."""
         if not self.durable:
-            self._clear(self._out)
+            self._remove_quietly(self._out)
             return self._out
         with doing(f"empty {self._out}"):  # a process that waits for the next task may write this very folder
             self._disk.clear(self._out)
         return self._out
 
-    def cache(self, job: str) -> Path:
-        """Folder of the files that a job's tasks leave for later ones; those of other jobs are deleted.
+    def cache_folder(self, job: str) -> Path:
+        """Return the folder of files that a job's tasks leave for later ones, after deleting other jobs'.
 
         It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
         worth a sync.
         """
-        known = self._cache
-        if known is not None and known.name == job and (not self.durable or self._disk.is_dir(known)):
-            return known
         folder = self._caches / f"{job}@{_boot()}"
+        if self._cache == folder and (not self.durable or self._disk.is_dir(folder)):
+            return folder
         if not self.durable and not self._disk.is_dir(self._caches):
             self._cache = folder
             return folder
@@ -179,7 +179,7 @@ class Local:
             self._disk.make(self._caches)
             for entry in self._disk.entries(self._caches):
                 if entry.name != folder.name:
-                    self._clear(self._caches / entry.name)
+                    self._remove_quietly(self._caches / entry.name)
             if self._disk.target(folder) is not None:  # a link that an earlier job's task has put there
                 self._disk.unlink(folder)
             self._disk.make(folder)
@@ -196,8 +196,8 @@ class Local:
         with doing(f"read {self._private}"):
             return self._remembered.latest(job)
 
-    def commit(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
-        """Make the task's output durable as this update; returns whether it has private state.
+    def commit_update(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
+        """Make the task's output durable as this update. Return whether it has private state.
 
         The output folder holds each bundle in a file named by its sha256, and the private state if there is one.
 
@@ -234,7 +234,7 @@ class Local:
             self._remove(target)
             self._disk.replace(scratch, target)
             self._sync(self._outbox)
-        self._clear(self._out)
+        self._remove_quietly(self._out)
         return private is not None
 
     def settle(self, key: Key, accepted: bool, counted: Mapping[str, Counted]) -> None:
@@ -263,8 +263,8 @@ class Local:
         else:
             self._disk.unlink(folder)
 
-    def _clear(self, place: Path) -> None:
-        """Remove what is of no value, as far as that can be done; of a private folder of tasks the content alone."""
+    def _remove_quietly(self, place: Path) -> None:
+        """Remove a file or folder as far as possible. The output folder itself stays."""
         with suppress(OSError):
             if place == self._out and self._disk.is_dir(place):
                 self._disk.clear(place)
@@ -305,7 +305,7 @@ class Local:
     # -- room --
 
     def require_room(self, size: int) -> None:
-        """Raises StoreError unless `size` more bytes can be written."""
+        """Raise StoreError unless `size` more bytes can be written."""
         with doing(f"write to {self.home}"):
             free = self.free_bytes()
             if free < size + SPARE_BYTES:
@@ -315,24 +315,57 @@ class Local:
                 self._disk.put(self._probe, b"\0")
                 self._disk.unlink(self._probe)
 
-    def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
-        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
+    def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
+        """Drop blobs and caches, longest unused first, until `size` more bytes fit the limit and the disk.
 
-        Needed blobs are never dropped; `require_room` reports when that is not enough.
+        Args:
+            size: Bytes that are to come.
+            limit_bytes: Most bytes of blobs and caches.
+            needed: Blobs that are not dropped. `require_room` reports where the rest is not enough.
+            idle: Whether no process of a task or a check runs, whose caches may be dropped only then.
         """
-        unused = self.depot.unused()
+        caches = self._measure_caches(remove=idle)
+        both: list[tuple[int, str | Path, int]] = [*self.depot.unused(), *caches]
+        unused = sorted(both, key=lambda each: each[0])
         with doing(f"look at {self.home}"):
             free = self.free_bytes()
-        over = max(sum(kept for _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
-        for sha256, kept in unused:
+        over = max(sum(kept for _, _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
+        for _, place, kept in unused:
             if over <= 0:
                 break
-            if len(sha256) == 64 and sha256 not in needed:
-                self.depot.drop(sha256)
-                over -= kept
+            if isinstance(place, Path):
+                if not idle:
+                    continue
+                self._remove_quietly(place)
+            elif len(place) == 64 and place not in needed:
+                self.depot.drop(place)
+            else:
+                continue
+            over -= kept
+
+    def _measure_caches(self, *, remove: bool) -> list[tuple[int, Path, int]]:
+        """Return (time of last change in ns, place, size) of the files and folders that tasks and checks have left.
+
+        Args:
+            remove: Remove what cannot be measured, such as folders nested too deep. Otherwise its size is unknown.
+        """
+        found = []
+        for private in (self.task, self.home / confine.CHECK):
+            for folder in (private / name for name in (confine.CACHE, confine.TEMPORARY, confine.LIBRARIES)):
+                with doing(f"look at {folder}"):
+                    names = [each.name for each in self._disk.entries(folder)] if self._disk.is_dir(folder) else []
+                for name in names:
+                    try:
+                        latest_ns, size = self._disk.usage(folder / name)
+                    except OSError:
+                        if remove:
+                            self._remove_quietly(folder / name)
+                        continue
+                    found.append((latest_ns, folder / name, size))
+        return found
 
     def free_bytes(self) -> int:
-        """Bytes that can still be written to the home's disk."""
+        """Return the bytes that can still be written to the home's disk."""
         with doing(f"look at {self.home}"):
             return self._disk.free_bytes(self._there)
 

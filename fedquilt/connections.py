@@ -67,18 +67,18 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
-        """Add a connection, or return None if there is no place for it.
+    def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
+        """Add a connection, if need be by closing another one, or return None if there is no room.
 
         Args:
             address: IP address of the peer.
             descriptor: File descriptor of the connection.
             close: Function that closes the connection. It must not block or call this object.
         """
-        network = _network(address)
+        network = _address_group(address)
         with self._lock:
             of_address = Counter(each.address for each in self._open)
-            crowded = descriptor >= _soft_limit() // 2 or len(self._open) >= self.limits.connections
+            crowded = descriptor >= _descriptor_limit() // 2 or len(self._open) >= self.limits.connections
             full = of_address[network] >= self.limits.per_address
             if crowded or full:
                 candidates = [
@@ -96,16 +96,16 @@ class Connections:
             self._open.add(made)
             return made
 
-    def begin(self, connection: Connection, more_s: float = 0.0) -> None:
+    def begin_request(self, connection: Connection, more_s: float = 0.0) -> None:
         """Start the time of a request whose header is complete. `more_s` is added to the usual time."""
         connection.waits, connection.deadline_s = False, self._clock() + self._request_s + more_s
 
-    def wait(self, connection: Connection) -> None:
+    def await_request(self, connection: Connection) -> None:
         """Start the time until the next request's header, after an answer."""
         connection.waits, connection.since_s = True, self._clock()
         connection.deadline_s = connection.since_s + self._header_s
 
-    def assign(self, connection: Connection, owner: str, most: int) -> bool:
+    def assign_owner(self, connection: Connection, owner: str, most: int) -> bool:
         """Assign a connection to a verified peer, or return False if `most` others are assigned to the peer."""
         with self._lock:
             if sum(each.owner == owner for each in self._open) >= most:
@@ -113,7 +113,7 @@ class Connections:
             connection.owner = owner
             return True
 
-    def leave(self, connection: Connection) -> None:
+    def remove_connection(self, connection: Connection) -> None:
         """Remove a connection that has ended. Its `close` is not called from now on."""
         with self._lock:
             self._open.discard(connection)
@@ -131,6 +131,7 @@ class Connections:
                 self._close(each)
 
     def _close(self, connection: Connection) -> None:
+        """Remove a connection and close it."""
         self._open.discard(connection)
         with contextlib.suppress(OSError):
             connection.close()
@@ -143,12 +144,13 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _soft_limit() -> float:
+def _descriptor_limit() -> float:
+    """Return this process's soft limit on open files, which may be infinite."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
-def _network(address: str) -> str:
+def _address_group(address: str) -> str:
     """Return the IPv4 address, or the /64 network of an IPv6 address: one subscriber usually has the whole network."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])

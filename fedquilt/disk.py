@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 from fedquilt.core import DiskFullError, StoreError
-from fedquilt.open_file import DESCRIPTORS, OpenFile, open_descriptor, wait_for_descriptor, write_whole
+from fedquilt.open_file import DESCRIPTORS, OpenFile, open_descriptor, retry_without_descriptor, write_whole
 from fedquilt.open_file import Place as Place
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures
+ENTRY_BYTES: Final = 4096  # of a name in a folder, about, with its inode
 BUFFER_BYTES: Final = 256 * 1024
 LOCK_S: Final = 0.05  # seconds between two tries for a lock
 
@@ -79,7 +80,7 @@ class Disk:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _found(os.path.basename(path), found)
+        return _found_from_stat(os.path.basename(path), found)
 
     def is_file(self, path: Place) -> bool:
         """Whether there is a file."""
@@ -90,12 +91,12 @@ class Disk:
         return os.path.isdir(path)
 
     def entries(self, folder: Place) -> list[Found]:
-        """What lies in a folder, in any order. A file that vanishes meanwhile is left out."""
+        """Return the entries of a folder, in any order, without files that vanish meanwhile."""
         found = []
-        with wait_for_descriptor(lambda: os.scandir(folder)) as entries:
+        with retry_without_descriptor(lambda: os.scandir(folder)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process was faster
-                    found.append(_found(entry.name, entry.stat()))
+                    found.append(_found_from_stat(entry.name, entry.stat()))
         return found
 
     def free_bytes(self, folder: Place) -> int:
@@ -107,18 +108,18 @@ class Disk:
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
         """Read `size` bytes from `offset`, fewer at the end; by default all that follow."""
-        with builtins.open(path, "rb", buffering=0, opener=_unblocked) as file:
+        with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
             file.seek(offset)
             return file.read()
 
-    def opened(self, path: Place) -> int:
-        """Descriptor of a file that is open for reading; the caller closes it."""
+    def open_for_reading(self, path: Place) -> int:
+        """Return the descriptor of a file opened for reading, which the caller closes."""
         return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
-        """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
+        """Fill a buffer with bytes from `offset`. Return their number, which is smaller at the file's end."""
         view, have = memoryview(buffer), 0
         with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
             file.seek(offset)
@@ -126,15 +127,15 @@ class Disk:
                 have += size
         return have
 
-    def pieces(self, path: Place) -> Iterator[memoryview]:
-        """Read a file piece by piece; a piece holds until the next one is asked for."""
+    def read_pieces(self, path: Place) -> Iterator[memoryview]:
+        """Yield the bytes of a file piece by piece. A piece is valid until the next one."""
         with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
             buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
             while size := file.readinto(buffer):
                 yield buffer[:size]
 
-    def data(self, path: Place) -> list[tuple[int, int]]:
-        """Ranges of a sparse file that hold data: (start, end); the whole file if the system cannot list them."""
+    def data_ranges(self, path: Place) -> list[tuple[int, int]]:
+        """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
         found: list[tuple[int, int]] = []
         file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -155,7 +156,7 @@ class Disk:
     # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
-        """Write a file, which may be seen half written.
+        """Write a whole file in place, so that others may see it half written.
 
         Args:
             path: of the file.
@@ -171,7 +172,7 @@ class Disk:
             os.close(file)
 
     def ensure(self, path: Place) -> None:
-        """Make an empty file where there is none; one that is there stays as it is."""
+        """Create an empty file, unless the file exists."""
         with suppress(FileExistsError):
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode))
 
@@ -184,7 +185,7 @@ class Disk:
             os.close(file)
 
     def resize(self, path: Place, size: int) -> None:
-        """Give a file this size, with holes where nothing was written; it is made if it does not exist."""
+        """Set the size of a file, which is created if missing. Added bytes are a hole."""
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         try:
             if os.fstat(file).st_size != size:
@@ -203,7 +204,7 @@ class Disk:
         return file
 
     def sync(self, path: Place) -> None:
-        """Wait until what a file holds, or which names a folder holds, is on the disk."""
+        """Wait until the content of a file, or the names in a folder, are on the disk."""
         file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(file)
@@ -265,13 +266,13 @@ class Disk:
         if os.path.islink(path) or not os.path.isdir(path):
             self.unlink(path)
         else:
-            _empty(path)
+            _empty_folder(path)
             os.rmdir(path)
 
     def clear(self, folder: Place) -> None:
         """Make a folder if it is missing, and remove its content."""
         self.make(folder)
-        _empty(folder)
+        _empty_folder(folder)
 
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
         """Copy a file that another process may write meanwhile to a new file, and return the sha256 of the copy.
@@ -279,8 +280,8 @@ class Disk:
         Raises:
             OSError: If the source is a link, a pipe or another special file, or has more than `most_bytes`.
         """
-        file = _unblocked(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
-        with builtins.open(file, "rb", buffering=0) as given, self._new(target) as copy:
+        file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
+        with builtins.open(file, "rb", buffering=0) as given, self._create_file(target) as copy:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file", str(source))
             if os.fstat(file).st_size > most_bytes:
@@ -294,10 +295,28 @@ class Disk:
 
     # -- made of these --
 
+    def usage(self, path: Place) -> tuple[int, int]:
+        """Return the time of the latest change in ns and the size in bytes of a file, or of a folder with its content.
+
+        Links are not followed. Each entry counts as `ENTRY_BYTES` beside its content.
+        """
+        latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
+        while folders:
+            place, found = folders.pop()
+            size += ENTRY_BYTES
+            if found is None or self.target(place) is not None:
+                continue
+            latest_ns = max(latest_ns, found.mtime_ns)
+            if found.is_dir:
+                folders += [(f"{place}/{each.name}", each) for each in self.entries(place)]
+            else:
+                size += found.size
+        return latest_ns, size
+
     def digest(self, path: Place) -> str:
         """Hash (sha256) of a file, read piece by piece."""
         sha256 = hashlib.sha256()
-        for piece in self.pieces(path):
+        for piece in self.read_pieces(path):
             sha256.update(piece)
         return sha256.hexdigest()
 
@@ -305,7 +324,7 @@ class Disk:
         """Copy a file to where there is none, and return the sha256 of the copy."""
         sha256, offset = hashlib.sha256(), 0
         self.write(target, b"", new=True)
-        for piece in self.pieces(source):
+        for piece in self.read_pieces(source):
             sha256.update(piece)
             self.write_at(target, bytes(piece), offset)
             offset += len(piece)
@@ -334,8 +353,8 @@ class Disk:
 
     # -- shared with other processes --
 
-    def locked(self, path: Place) -> bool:
-        """Whether somebody holds a lock on a file, this process included; nothing is made or changed."""
+    def is_locked(self, path: Place) -> bool:
+        """Return whether any process, this one included, has locked a file. Change nothing."""
         try:
             file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -349,9 +368,9 @@ class Disk:
         return False
 
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
-        """Lock a file, which is made if it does not exist; None: another process holds it.
+        """Lock a file, which is created if missing, or return None if another process holds the lock.
 
-        `locked` of another process holds it for a moment, so that a few `tries` may be needed.
+        `is_locked` of another process holds it for a moment, so that a few `tries` may be needed.
         """
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
         for left in reversed(range(tries)):
@@ -365,7 +384,7 @@ class Disk:
         return None
 
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
-        """Open a database, in which every statement is a transaction of its own unless one is begun.
+        """Open an SQLite database, created if missing, in which each statement is a transaction by default.
 
         Args:
             path: of the database.
@@ -379,7 +398,8 @@ class Disk:
         self.ensure(path)  # SQLite gives its other files the same mode
         return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
 
-    def _new(self, path: Place) -> BinaryIO:
+    def _create_file(self, path: Place) -> BinaryIO:
+        """Create a file, which must not exist, and open it for writing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return builtins.open(open_descriptor(path, flags, self._mode), "wb")
 
@@ -398,18 +418,18 @@ REAL: Final = Disk()  # the machine's own
 PRIVATE: Final = Private()
 
 
-def _found(name: str, status: os.stat_result) -> Found:
+def _found_from_stat(name: str, status: os.stat_result) -> Found:
     is_dir = (status.st_mode & 0o170000) == 0o040000
     return Found(name, is_dir, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def _unblocked(path: str, flags: int) -> int:
-    """Open a file at once: if somebody has put a pipe in its place, reading fails instead of waiting for a writer."""
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without blocking: reading a pipe fails instead of waiting for a writer."""
     return open_descriptor(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _empty(folder: Place) -> None:
-    """Remove the content of a folder which a task may have filled to do harm.
+def _empty_folder(folder: Place) -> None:
+    """Remove the content of a folder, which a task may have filled to do harm.
 
     Links are removed, not followed. Folders are moved up before they are emptied: `shutil.rmtree` recurses, and fails
     with a RecursionError where folders are nested a thousand deep.
@@ -419,12 +439,12 @@ def _empty(folder: Place) -> None:
         names = os.listdir(top)
         while names:
             name = names.pop()
-            if _unlinked(name, top):
+            if _try_unlink(name, top):
                 continue
             inner = _open_folder(name, top)
             try:
                 for nested in os.listdir(inner):
-                    if not _unlinked(nested, inner):
+                    if not _try_unlink(nested, inner):
                         os.close(_open_folder(nested, inner))  # a folder that is shut cannot be moved
                         names.append(os.urandom(16).hex())
                         os.rename(nested, names[-1], src_dir_fd=inner, dst_dir_fd=top)
@@ -435,7 +455,8 @@ def _empty(folder: Place) -> None:
         os.close(top)
 
 
-def _unlinked(name: str, folder: int) -> bool:
+def _try_unlink(name: str, folder: int) -> bool:
+    """Unlink a name in an open folder. Return False if the name is a folder."""
     try:
         os.unlink(name, dir_fd=folder)
     except IsADirectoryError:

@@ -7,7 +7,7 @@ Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class Trained:
     """Properties of a network that determine the memory of its training."""
 
     weights_bytes: int  # parameters and buffers
-    convolutions: int  # weights of convolutions, see `convolutions`
+    convolutions: int  # convolution layers
     largest_bytes: int  # the largest of them
     kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
     widest_bytes: int  # largest of those
@@ -57,6 +57,7 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
     examples if the network has any.
     """
     import torch
+    from torch import nn
 
     held = [*model.parameters(), *model.buffers()]
     own = {value.untyped_storage().data_ptr() for value in held}
@@ -85,7 +86,7 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
     weights = [value.untyped_storage().nbytes() for value in held]
     trained = Trained(
         weights_bytes=sum(weights),
-        convolutions=convolutions(value.shape for value in held),
+        convolutions=sum(isinstance(each, nn.modules.conv._ConvNd) for each in model.modules()),
         largest_bytes=max(weights, default=0),
         kept_bytes=-(-sum(kept.values()) // len(x)),
         widest_bytes=-(-max(kept.values(), default=0) // len(x)),
@@ -198,7 +199,7 @@ def fixed_bytes(
 
     Args:
         weights_bytes: of the network.
-        convolutions: number of weights of convolutions.
+        convolutions: number of convolution layers.
         moving_bytes: gradients and optimizer state; 0 in an evaluation.
         copies: copies of the weights held at once.
         library: prefix of the network's name, up to a slash.
@@ -207,14 +208,6 @@ def fixed_bytes(
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     used = compiled + KIND_BYTES * kinds
     return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
-
-
-def convolutions(shapes: Iterable[Sequence[int]]) -> int:
-    """How many of a network's tensors are weights of convolutions, by their shapes.
-
-    Those have four axes, or three along time; a first axis of 1 is that of learned places or tokens.
-    """
-    return sum(len(shape) == 4 or (len(shape) == 3 and shape[0] > 1) for shape in shapes)
 
 
 def example_bytes(network: Trained) -> int:
@@ -237,22 +230,6 @@ def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | Non
         return None
     left_bytes = int(room_bytes) - examples * _working_bytes(network, again=True)
     return max(min(left_bytes, kept_bytes), -(-kept_bytes // PIECES))
-
-
-def coupled(model: Collection[str], moved: Collection[str] | None = None) -> bool:
-    """Whether a network's mini-batches are trained whole, as batch normalisation couples their examples.
-
-    Args:
-        model: names of its tensors.
-        moved: names of those that are trained; None: all. Batch normalisation without trained tensors is frozen.
-    """
-    for name in model:
-        module, _, leaf = name.rpartition(".")
-        if leaf == "running_mean":
-            own = [each for each in (f"{module}.weight", f"{module}.bias") if each in model]
-            if moved is None or not own or any(each in moved for each in own):
-                return True
-    return False
 
 
 def _working_bytes(network: Trained, *, again: bool = False) -> int:

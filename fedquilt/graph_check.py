@@ -18,11 +18,11 @@ import mmap
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from fedquilt.core import ModelError
 from fedquilt.onnx_format import (
@@ -38,9 +38,11 @@ from fedquilt.onnx_format import (
     TENSOR,
     TENSOR_TYPE,
     TYPE,
+    UNUSED,
     VALUE,
+    Versions,
 )
-from fedquilt.protobuf import ProtobufError, Reader, numbers, signed, text
+from fedquilt.protobuf import ProtobufError, Reader, Schema, numbers, signed, text
 
 NODES_MOST: Final = 20_000
 TENSORS_MOST: Final = 20_000
@@ -67,21 +69,74 @@ _SIZED_BY: Final = {  # operator -> the input that states the size of what it ma
     "Pad": 1,
     "Upsample": 1,
 }
-_INT64, _FLOAT = 7, 1
+_INT64, _FLOAT, _BFLOAT16 = 7, 1, 16
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 Fields: TypeAlias = Mapping[str, list[int | memoryview]]
 FileSize: TypeAlias = Callable[[str], int]  # name of a file beside the graph -> its bytes; ModelError: not to be read
 
 
+Shape: TypeAlias = tuple[int | None, ...] | None
+"""A declared shape. None: one axis has no declared size, or the shape no declared number of axes."""
+
+
+class Value(NamedTuple):
+    """A declared input or output of a graph."""
+
+    name: str
+    kind: int  # number of its type in onnx.proto; 0: not declared
+    shape: Shape
+
+
+def fits(given: Sequence[int], wanted: Shape) -> bool:
+    """Return whether an array of this shape fits a declared shape."""
+    return wanted is None or (
+        len(given) == len(wanted) and all(size in (None, own) for own, size in zip(given, wanted, strict=True))
+    )
+
+
+def format_shape(shape: Shape) -> str:
+    """Return a declared shape as text, such as "(3, any, any)"."""
+    return "any" if shape is None else f"({', '.join('any' if size is None else str(size) for size in shape)})"
+
+
 @dataclass(frozen=True)
 class Graph:
-    """What a checked graph says of itself."""
+    """Metadata, size, versions, inputs and outputs of a checked graph."""
 
     metadata: Mapping[str, str]
     weight_bytes: int  # of its initializers, inside and beside it
     activation_bytes: int | None  # per example, as its metadata say; None: they do not
     nodes: int
+    versions: Versions
+    inputs: tuple[Value, ...]  # without those that are initializers
+    outputs: tuple[Value, ...]
+
+    @property
+    def input_shape(self) -> Shape:
+        """Shape of one example, after `require_examples`."""
+        shape = self.inputs[0].shape
+        return None if shape is None else shape[1:]
+
+    def require_examples(self) -> None:
+        """Raise ModelError unless the graph maps a batch of examples to a batch of answers, one tensor each."""
+        for values, side, verb in ((self.inputs, "input", "feeds"), (self.outputs, "output", "reads")):
+            if len(values) != 1:
+                names = ", ".join(repr(each.name[:40]) for each in values[:6]) or "none"
+                raise ModelError(
+                    f"the graph has {len(values)} {side}s ({names}), and fedquilt {verb} one: export a network with "
+                    f"one {side}, and make other {side}s constants or leave them out"
+                )
+        ((name, kind, shape),) = self.inputs
+        if kind == _BFLOAT16:
+            raise ModelError(f"input {name[:80]!r} is bfloat16, which fedquilt cannot feed: export it with float32")
+        if shape == ():
+            raise ModelError(f"input {name[:80]!r} is a single number: export it with a batch as its first axis")
+        if shape and shape[0] not in (None, 1):
+            raise ModelError(
+                f"input {name[:80]!r} takes exactly {shape[0]} examples at once: export it with a first axis of any "
+                "size (`dynamic_axes`, `dynamic_shapes`), or of 1"
+            )
 
 
 def of_file(path: Path) -> Graph:
@@ -101,15 +156,25 @@ def of_file(path: Path) -> Graph:
             raise ModelError(f"its weights {name[:12]} are a link or no file: a graph reads only what lies beside it")
         return found.st_size
 
+    found = of_bytes(mapped(path), size)
+    found.require_examples()
+    return found
+
+
+def mapped(path: Path) -> memoryview:
+    """The bytes of an ONNX file, of which only those that are read take memory.
+
+    Raises:
+        ModelError: it cannot be read, or is empty or too large; without its name.
+    """
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
             if not 0 < length <= FILE_MOST:
                 raise ModelError(f"it has {length} bytes, and an ONNX file has 1 to {FILE_MOST}")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ModelError(f"it cannot be read: {error.strerror}") from None
-    return of_bytes(memoryview(data), size)
 
 
 def of_bytes(data: bytes | memoryview, size: FileSize | None = None) -> Graph:
@@ -142,42 +207,59 @@ class _Check:
     tensors: int = 0
 
     def model(self, data: memoryview) -> Graph:
-        found = self.reader.message(data, MODEL, "the model")
-        domains = [self._opset(piece) for piece in _pieces(found, "opset_import")]
-        if "" not in domains or len(set(domains)) != len(domains):
-            raise ModelError(f"it imports the operator sets {domains}: ONNX's own is needed, and each once")
-        metadata = self._entries(found, "metadata_props", META_MOST)
+        found = self._message(data, MODEL, "the model")
+        metadata = _entries(self.reader, found, "metadata_props", META_MOST)
         if len(graphs := _pieces(found, "graph")) != 1:
             raise ModelError("it holds no graph")
         said = metadata.get("activation_bytes")
         if said is not None and not re.fullmatch(r"[0-9]{1,15}", said):
             raise ModelError(f"its metadata say activation_bytes = {said[:40]!r}, and a number of bytes is expected")
-        weight_bytes = self.graph(graphs[0], 0)
-        return Graph(metadata, weight_bytes, None if said is None else int(said), self.nodes)
+        weight_bytes, inputs, outputs = self.graph(graphs[0], 0)
+        opsets = [self._opset(piece) for piece in _pieces(found, "opset_import", LIST_MOST)]
+        domains = [domain[:80] for domain, _ in opsets]
+        if "" not in domains or len(set(domains)) != len(domains):
+            raise ModelError(f"it imports the operator sets {domains[:6]}: import ONNX's own (''), and each set once")
+        return Graph(
+            metadata=metadata,
+            weight_bytes=weight_bytes,
+            activation_bytes=None if said is None else int(said),
+            nodes=self.nodes,
+            versions=(dict(opsets)[""], _number(found, "ir_version")),
+            inputs=inputs,
+            outputs=outputs,
+        )
 
-    def _opset(self, data: memoryview) -> str:
-        domain = _domain(text(self.reader.message(data, OPSET, "an operator set").get("domain"), NAME_MOST, "a domain"))
-        if domain not in OPERATORS:
-            raise ModelError(f"it imports operators of the domain {domain[:80]!r}, which are not permitted")
-        return domain
+    def _message(self, data: memoryview, schema: Schema, what: str) -> Fields:
+        """The fields of a message, none of which is one that no network needs."""
+        found = self.reader.message(data, schema, what)
+        for name, fix in UNUSED.items():
+            _require(name not in found, f"{what} has {name}: {fix}")
+        return found
 
-    def graph(self, data: memoryview, depth: int) -> int:
-        """Check a graph and those within; the bytes of its weights."""
+    def _opset(self, data: memoryview) -> tuple[str, int]:
+        """Domain and version. Nodes decide which domains are permitted: exporters import more than they use."""
+        found = self.reader.message(data, OPSET, "an operator set")
+        return _domain(text(found.get("domain"), NAME_MOST, "a domain")), _number(found, "version")
+
+    def graph(self, data: memoryview, depth: int) -> tuple[int, tuple[Value, ...], tuple[Value, ...]]:
+        """Check a graph and those within. Returns the bytes of its weights, its inputs and its outputs."""
         if depth > DEPTH_MOST:
             raise ModelError(f"graphs lie within graphs {depth} deep, {DEPTH_MOST} are permitted")
-        found = self.reader.message(data, GRAPH, "the graph")
-        weight_bytes, known = 0, {}
+        found = self._message(data, GRAPH, "the graph")
+        weight_bytes, weights, known = 0, set(), {}
         for piece in _pieces(found, "initializer"):
-            name, nbytes, values = self.tensor(piece)
+            name, nbytes, numbers = self.tensor(piece)
             weight_bytes += nbytes
-            if values is not None:
-                known[name] = values
-        for side in ("input", "output", "value_info"):
-            for piece in _pieces(found, side):
-                self._value(piece)
+            weights.add(name)
+            if numbers is not None:
+                known[name] = numbers
+        values = {
+            side: [self._value(piece) for piece in _pieces(found, side)] for side in ("input", "output", "value_info")
+        }
         for piece in _pieces(found, "node"):
             weight_bytes += self.node(piece, known, depth)
-        return weight_bytes
+        inputs = tuple(value for value in values["input"] if value.name not in weights)
+        return weight_bytes, inputs, tuple(values["output"])
 
     def node(self, data: memoryview, known: dict[str, list[float]], depth: int) -> int:
         """Check a node; the bytes of weights in graphs that it holds. What a `Constant` says is noted in `known`."""
@@ -189,7 +271,10 @@ class _Check:
         domain = _domain(text(found.get("domain"), NAME_MOST, "a domain"))
         if kind not in OPERATORS.get(domain, frozenset()):
             whole = f"{domain}.{kind}" if domain else kind
-            raise ModelError(f"it calls the operator {whole[:80]!r}, which is not among those that are permitted")
+            raise ModelError(
+                f"it calls the operator {whole[:80]!r}, which is not among those that are permitted: "
+                "export the network without it"
+            )
         inputs = [text([piece], NAME_MOST, "a name") for piece in _pieces(found, "input", LIST_MOST)]
         outputs = [text([piece], NAME_MOST, "a name") for piece in _pieces(found, "output", LIST_MOST)]
         weight_bytes, constant = 0, None
@@ -203,7 +288,7 @@ class _Check:
         return weight_bytes
 
     def _attribute(self, data: memoryview, kind: str, depth: int) -> tuple[int, list[float] | None]:
-        found = self.reader.message(data, ATTRIBUTE, f"an attribute of {kind}")
+        found = self._message(data, ATTRIBUTE, f"an attribute of {kind}")
         name = text(found.get("name"), NAME_MOST, "a name")
         for value in _pieces(found, "strings", LIST_MOST):
             _require(len(value) <= NAME_MOST, f"{kind}: {name} holds a text of more than {NAME_MOST} bytes")
@@ -218,14 +303,14 @@ class _Check:
             _, _, values = self.tensor(piece)
         for piece in _pieces(found, "g"):
             _require(kind == "If", f"{kind} holds a graph, which only If may")
-            weight_bytes += self.graph(piece, depth + 1)
+            weight_bytes += self.graph(piece, depth + 1)[0]
         return weight_bytes, values
 
     def tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
         """Check a tensor: its name, its bytes, and its values where they are few and may state a size."""
         self.tensors += 1
         _require(self.tensors <= TENSORS_MOST, f"it has more than {TENSORS_MOST} tensors")
-        found = self.reader.message(data, TENSOR, "a tensor")
+        found = self._message(data, TENSOR, "a tensor")
         name = text(found.get("name"), NAME_MOST, "a name")
         (kind,) = found.get("data_type", [0])
         item = _ITEM_BYTES.get(signed(kind))
@@ -236,13 +321,13 @@ class _Check:
         elements = prod(dims)
         _require(elements <= ELEMENTS_MOST, f"tensor {name[:80]!r} has {elements} elements")
         (where,) = found.get("data_location", [0])
-        external, raw = self._entries(found, "external_data", NAME_MOST), _pieces(found, "raw_data")
+        external, raw = bool(found.get("external_data")), _pieces(found, "raw_data")
         typed = {each: found[each] for each in _TYPED if each in found}
-        places = bool(external) + bool(raw) + len(typed)
-        if where not in (0, 1) or (where == 1) != bool(external) or places > 1:
+        places = external + bool(raw) + len(typed)
+        if where not in (0, 1) or (where == 1) != external or places > 1:
             raise ModelError(f"tensor {name[:80]!r} does not say in one way where its numbers are")
         if external:
-            self._beside(name, external, elements * item)
+            self._beside(name, read_location(self.reader, found, name), elements * item)
             return name, elements * item, None
         if raw:
             _require(
@@ -255,54 +340,80 @@ class _Check:
         values = [float(value) for value in numbers(typed["int64_data"], SMALL, name)] if small else None
         return name, elements * item, values
 
-    def _beside(self, name: str, external: Mapping[str, str], nbytes: int) -> None:
-        if odd := external.keys() - {"location", "offset", "length"}:
-            raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
-        where = external.get("location", "")
-        if not _DIGEST.fullmatch(where):
+    def _beside(self, name: str, where: Location, nbytes: int) -> None:
+        if not _DIGEST.fullmatch(where.file):
             raise ModelError(
-                f"tensor {name[:80]!r} is in {where[:200]!r}: weights may only be in a file beside the graph that is "
-                "named by its sha256"
+                f"tensor {name[:80]!r} is in {where.file[:200]!r}: weights may only be in a file beside the graph that "
+                "is named by its sha256"
             )
-        size, offset = self.size(where), _whole(external.get("offset", "0"), name)
-        length = _whole(external["length"], name) if "length" in external else size - offset
-        if length != nbytes or offset + length > size:
-            raise ModelError(
-                f"tensor {name[:80]!r} takes {nbytes} bytes, and {where[:12]} has {max(size - offset, 0)} from there"
-            )
+        size = self.size(where.file)
+        length = size - where.offset if where.length is None else where.length
+        if length != nbytes or where.offset + length > size:
+            left = max(size - where.offset, 0)
+            raise ModelError(f"tensor {name[:80]!r} takes {nbytes} bytes, and {where.file[:12]} has {left} from there")
 
-    def _value(self, data: memoryview) -> None:
+    def _value(self, data: memoryview) -> Value:
         """Check a declared input, output or value in between: a tensor of numbers, of a bounded size."""
         found = self.reader.message(data, VALUE, "a declared value")
-        name = text(found.get("name"), NAME_MOST, "a name")
+        name, kind, dims = text(found.get("name"), NAME_MOST, "a name"), 0, None
         for piece in _pieces(found, "type"):
-            try:
-                kinds = _pieces(self.reader.message(piece, TYPE, "a type"), "tensor_type")
-            except ProtobufError as error:
-                raise ModelError(f"value {name[:80]!r} is declared as no tensor: {error}") from None
-            for inner in kinds:
+            for inner in _pieces(self._message(piece, TYPE, f"the type of {name[:80]!r}"), "tensor_type"):
                 declared = self.reader.message(inner, TENSOR_TYPE, "a tensor's type")
-                (kind,) = declared.get("elem_type", [0])
+                kind = _number(declared, "elem_type")
                 if kind and kind not in _ITEM_BYTES:
-                    raise ModelError(f"value {name[:80]!r} is of type {kind}, which is no number that is permitted")
-                dims = [dim for shape in _pieces(declared, "shape") for dim in self._dims(shape)]
-                _require(prod(dims) <= ELEMENTS_MOST, f"value {name[:80]!r} is declared with {prod(dims)} elements")
+                    raise ModelError(
+                        f"value {name[:80]!r} is of type {kind}, which is no number that is permitted: export the "
+                        "network with another type, such as float32"
+                    )
+                for shape in _pieces(declared, "shape"):
+                    dims = tuple(self._dims(shape))
+                elements = prod(dim for dim in dims or () if dim is not None)
+                _require(elements <= ELEMENTS_MOST, f"value {name[:80]!r} is declared with {elements} elements")
+        return Value(name, kind, dims)
 
-    def _dims(self, data: memoryview) -> Iterator[int]:
-        """The sizes of a declared shape that are stated as numbers."""
+    def _dims(self, data: memoryview) -> Iterator[int | None]:
+        """The sizes of a declared shape. None: a name, nothing, or -1 or 0, which exporters write for unknown."""
         for piece in _pieces(self.reader.message(data, SHAPE, "a shape"), "dim", AXES_MOST):
-            for value in self.reader.message(piece, DIM, "an axis").get("dim_value", []):
-                _require(signed(value) >= 0, "a declared axis has a negative size")
-                yield max(signed(value), 1)
+            size = _number(self.reader.message(piece, DIM, "an axis"), "dim_value")
+            _require(size >= -1, f"a declared axis has the size {size}")
+            yield size if size > 0 else None
 
-    def _entries(self, found: Fields, name: str, most: int) -> dict[str, str]:
-        entries: dict[str, str] = {}
-        for piece in _pieces(found, name, META_ENTRIES_MOST):
-            entry = self.reader.message(piece, ENTRY, name)
-            key = text(entry.get("key"), NAME_MOST, name)
-            _require(key not in entries, f"{name} says {key[:80]!r} twice")
-            entries[key] = text(entry.get("value"), most, name)
-        return entries
+
+class Location(NamedTuple):
+    """Where the numbers of a tensor are, outside the graph."""
+
+    file: str  # as the graph names it
+    offset: int
+    length: int | None  # None: all bytes from `offset` on
+
+
+def read_location(reader: Reader, tensor: Fields, name: str) -> Location:
+    """Read where a tensor's numbers are.
+
+    Args:
+        reader: of the graph.
+        tensor: fields of the tensor, with "external_data".
+        name: of the tensor, for errors.
+
+    Raises:
+        ModelError: the tensor says this twice, or not as ONNX does.
+        ProtobufError: the fields are no such messages.
+    """
+    found = _entries(reader, tensor, "external_data", NAME_MOST)
+    if odd := found.keys() - {"location", "offset", "length", "checksum"}:
+        raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
+    length = _whole(found["length"], name) if "length" in found else None
+    return Location(found.get("location", ""), _whole(found.get("offset", "0"), name), length)
+
+
+def _entries(reader: Reader, found: Fields, name: str, most: int) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for piece in _pieces(found, name, META_ENTRIES_MOST):
+        entry = reader.message(piece, ENTRY, name)
+        key = text(entry.get("key"), NAME_MOST, name)
+        _require(key not in entries, f"{name} says {key[:80]!r} twice")
+        entries[key] = text(entry.get("value"), most, name)
+    return entries
 
 
 def _require_sizes(kind: str, inputs: list[str], known: Mapping[str, list[float]]) -> None:
@@ -327,6 +438,11 @@ def _require_sizes(kind: str, inputs: list[str], known: Mapping[str, list[float]
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ModelError(otherwise)
+
+
+def _number(found: Fields, name: str) -> int:
+    """A field of kind "int"; 0 where it is absent, as protobuf has it."""
+    return signed(found.get(name, [0])[0])
 
 
 def _pieces(found: Fields, name: str, most: int = 1 << 30) -> list[memoryview]:

@@ -24,6 +24,7 @@ from fedquilt.connections import Connection, Connections
 log = logging.getLogger(__name__)
 
 HEADER_BYTES: Final = 8 * 1024
+PIECE_BYTES: Final = 64 * 1024  # of a body that are read at once
 LINGER_BYTES: Final = 256 << 20  # read and dropped after a refusal, so that the client gets the answer
 POLL_MS: Final = 500  # between checks of deadlines
 SPARE_THREADS: Final = 16  # for connections that were closed and whose threads have not ended yet
@@ -73,7 +74,7 @@ class Exchange:
         return self._reusable and not self._unread
 
     def close_after(self) -> None:
-        """Let no request follow on the connection."""
+        """Close the connection after this request's answer."""
         self._reusable = False
 
     def open_body(self) -> io.BufferedReader:
@@ -83,8 +84,12 @@ class Exchange:
         self._unread = 0
         return self._line.file
 
-    def read_body(self, most: int) -> bytes:
+    def read_body(self, most: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
         """Read the body.
+
+        Args:
+            most: Largest number of bytes of a body.
+            reserve: Called with the size of each piece that has arrived. A RefusedError ends the reading.
 
         Raises:
             RefusedError: If the request has no Content-Length, or the body more than `most` bytes or too few.
@@ -93,11 +98,15 @@ class Exchange:
             raise RefusedError(411, "a request has to say by Content-Length how many bytes follow")
         if self.size > most:
             raise RefusedError(413, f"{self.size} bytes in one request: at most {most} are read")
-        found = self.open_body().read(self.size)
-        if len(found) < self.size:
+        stream, body, missing = self.open_body(), bytearray(), self.size
+        while missing and (piece := stream.read1(min(missing, PIECE_BYTES))):
+            missing -= len(piece)
+            reserve(len(piece))
+            body += piece  # small pieces on their own take many times their bytes
+        if missing:
             self.close_after()
-            raise RefusedError(400, f"the request ended after {len(found)} of {self.size} bytes")
-        return found
+            raise RefusedError(400, f"the request ended after {self.size - missing} of {self.size} bytes")
+        return bytes(body)
 
     def answer(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
         """Send an answer.
@@ -120,7 +129,8 @@ class Exchange:
 Handler = Callable[[Exchange], None]
 
 
-def _plain(sentence: str) -> tuple[str, bytes]:
+def _plain_text_body(sentence: str) -> tuple[str, bytes]:
+    """Return the content type and the bytes of a plain text."""
     return "text/plain; charset=utf-8", sentence.encode()
 
 
@@ -147,7 +157,7 @@ class HttpServer:
         *,
         connections: Connections | None = None,
         context: Callable[[], ssl.SSLContext] | None = None,
-        error_body: Callable[[str], tuple[str, bytes]] = _plain,
+        error_body: Callable[[str], tuple[str, bytes]] = _plain_text_body,
     ) -> None:
         self.connections = Connections() if connections is None else connections
         self._handler, self._context, self._error_body = handler, context, error_body
@@ -159,7 +169,7 @@ class HttpServer:
             self._listener.setblocking(False)
         except OverflowError as error:
             raise OSError(str(error)) from None
-        self._thread = threading.Thread(target=self._accept_all, name="http", daemon=True)
+        self._thread = threading.Thread(target=self._accept_connections, name="http", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -174,7 +184,7 @@ class HttpServer:
         return f"http{'s' if self._context else ''}://{f'[{host}]' if ':' in host else host}:{port}/"
 
     def start(self) -> None:
-        """Accept connections from now on."""
+        """Start the thread that accepts connections."""
         self._thread.start()
 
     def close(self) -> None:
@@ -189,7 +199,8 @@ class HttpServer:
 
     # -- connections --
 
-    def _accept_all(self) -> None:
+    def _accept_connections(self) -> None:
+        """Accept connections until the server closes, and close those past their deadline."""
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         while not self._closed:
@@ -207,17 +218,18 @@ class HttpServer:
                 time.sleep(0.1)
                 continue
             try:
-                self._enter(sock, str(address[0]))
+                self._start_connection(sock, str(address[0]))
             except RuntimeError as error:  # the system has no thread left
                 log.debug("the connection of %s is closed: %s", address[0], error)
                 sock.close()
 
-    def _enter(self, sock: socket.socket, address: str) -> None:
+    def _start_connection(self, sock: socket.socket, address: str) -> None:
+        """Start a thread that serves a new connection, or close it with status 503 if there is no room."""
         descriptor = sock.fileno()  # TLS replaces the socket object and keeps the descriptor
-        connection = self.connections.enter(address, descriptor, lambda: _hang_up(descriptor))
+        connection = self.connections.add_connection(address, descriptor, lambda: _reset_connection(descriptor))
         if connection is None or not self._places.acquire(timeout=1.0):
             if connection is not None:
-                self.connections.leave(connection)
+                self.connections.remove_connection(connection)
             if self._context is None:
                 kind, body = self._error_body("too many connections: try again")
                 head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
@@ -225,35 +237,38 @@ class HttpServer:
                     sock.send(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
             return sock.close()
         try:
-            thread = threading.Thread(target=self._serve, args=(_Line(sock, address, connection),), daemon=True)
+            thread = threading.Thread(
+                target=self._serve_connection, args=(_Line(sock, address, connection),), daemon=True
+            )
             thread.start()
         except RuntimeError:
-            self.connections.leave(connection)
+            self.connections.remove_connection(connection)
             self._places.release()
             raise
 
-    def _serve(self, line: _Line) -> None:
+    def _serve_connection(self, line: _Line) -> None:
+        """Serve requests on a connection until it ends, then free its place."""
         try:
-            line.open(None if self._context is None else self._context())
-            while self._serve_one(line):
-                self.connections.wait(line.connection)
+            line.open_stream(None if self._context is None else self._context())
+            while self._serve_one_request(line):
+                self.connections.await_request(line.connection)
         except OSError as error:  # TLS errors and timeouts are kinds of OSError
             log.debug("the connection of %s ended early: %s", line.address, error)
         except Exception:
             log.exception("the connection of %s ended by an error of fedquilt's own", line.address)
         finally:
-            self.connections.leave(line.connection)  # before the descriptor gets another meaning
+            self.connections.remove_connection(line.connection)  # before the descriptor gets another meaning
             line.close()
             self._places.release()
 
-    def _serve_one(self, line: _Line) -> bool:
-        """Serve one request. Return whether another one may follow on the connection."""
+    def _serve_one_request(self, line: _Line) -> bool:
+        """Serve one request. Return whether the connection may have another one."""
         exchange: Exchange | None = None
         try:
             exchange = _read_header(line)
             if exchange is None:
                 return False
-            self.connections.begin(line.connection)
+            self.connections.begin_request(line.connection)
             self._handler(exchange)
         except RefusedError as error:
             if exchange is None:
@@ -264,7 +279,7 @@ class HttpServer:
                 kind, body = self._error_body(str(error))
                 exchange.answer(error.status, {"Content-Type": kind}, body)
         if exchange._unread:
-            self.connections.wait(line.connection)
+            self.connections.await_request(line.connection)
             line.drain()
         return exchange.reusable
 
@@ -276,7 +291,8 @@ class _Line:
         self.sock, self.address, self.connection = sock, address, connection
         self.file: io.BufferedReader
 
-    def open(self, context: ssl.SSLContext | None) -> None:
+    def open_stream(self, context: ssl.SSLContext | None) -> None:
+        """Do the TLS handshake, if there is a context, and open the stream for reading."""
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
             self.sock = context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
@@ -288,7 +304,7 @@ class _Line:
         self.file = cast(io.BufferedReader, self.sock.makefile("rb", HEADER_BYTES))
 
     def drain(self) -> None:
-        """Read and drop what the client still sends: closing with bytes unread would lose the answer."""
+        """Stop sending and drop what the client still sends: closing with bytes unread would lose the answer."""
         socket.socket.shutdown(self.sock, socket.SHUT_WR)
         left = LINGER_BYTES
         while left > 0 and (found := socket.socket.recv(self.sock, 64 * 1024)):
@@ -330,8 +346,8 @@ def _read_header(line: _Line) -> Exchange | None:
     return Exchange(line, found[1].decode(), found[2].decode("latin-1"), headers, reusable)
 
 
-def _hang_up(descriptor: int) -> None:
-    """End a connection from another thread, whose reads and writes end then. What is not sent yet is dropped."""
+def _reset_connection(descriptor: int) -> None:
+    """Reset a connection, so that another thread's reads and writes on it end. Unsent bytes are dropped."""
     sock = socket.socket(fileno=descriptor)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

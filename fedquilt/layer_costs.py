@@ -141,13 +141,23 @@ def beside(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[
     return tuple(found)
 
 
-def kind(layers: Sequence[Layer], model: Tensors) -> str:
-    """Which of an engine's workloads the network is: "conv" if most of its arithmetic is convolutions, else "dense"."""
-    told = shapes(model)
-    deep = {path for name, path in owners(layers, model).items() if len(told[name].shape) > 2}
+def kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
+    """Which of an engine's workloads a network is: "conv" if most of its arithmetic is convolutions, else "dense".
+
+    Args:
+        layers: Layers of the network.
+        convolutions: Paths of its convolutions.
+    """
+    deep = set(owners(layers, convolutions).values())
     whole = sum(layer.flops + layer.free_flops for layer in layers)
-    convolutions = sum(layer.flops for layer in layers if layer.path in deep)
-    return "conv" if whole and convolutions > whole / 2 else "dense"
+    within = sum(layer.flops for layer in layers if layer.path in deep)
+    return "conv" if whole and within > whole / 2 else "dense"
+
+
+def share(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[float, float]:
+    """Share of a forward pass's arithmetic, and of its activations, that a part of a network takes."""
+    own, every = forward(cut(layers, whole, part)), forward(layers)
+    return (own.flops / every.flops if every.flops else 1.0, own.bytes / every.bytes if every.bytes else 1.0)
 
 
 def work(each: Pass, params: Mapping[str, Any], moved_bytes: Mapping[str, int], weights_bytes: int) -> Work:

@@ -1,33 +1,28 @@
-"""Metrics of each kind of prediction, and which of them compares networks.
+"""Metrics of each kind of prediction: their names, titles and units, and which of them compares networks.
 
 Light (no numpy): the coordinator's views, comparisons and reports all take from here the main metric of an
-evaluation, whether more of it is better, and how values of several devices are combined. An engine computes the
-metrics (`fedquilt.edge_agent.engines.objectives`); no other code depends on the task.
+evaluation, and whether more of it is better. Their values come from `fedquilt.evaluation`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from fedquilt.core.errors import JobError
-
-TaskKind = Literal["classes", "regression", "labels"]
-"""One class of several; one or more real numbers; each of several labels present or absent."""
+from fedquilt import evaluation
+from fedquilt.core import EvaluationSums, JobError, TaskKind
 
 TASKS: Final[tuple[TaskKind, ...]] = ("classes", "regression", "labels")
-CHECK: Final = "check."  # prefix of the metrics of an evaluation round
 
 
 class Metric(NamedTuple):
     """Meaning of one number of an evaluation."""
 
-    name: str  # as reported by engines
+    name: str  # as of `evaluation.metrics_of`
     title: str  # for people
     higher: bool = True  # whether more is better
     share: bool = True  # whether it runs from 0 to 1 and is shown in per cent
-    power: int = 1  # exponent of the mean over devices: 2 for a root of a mean of squares
 
 
 ACCURACY: Final = Metric("accuracy", "accuracy")
@@ -35,12 +30,20 @@ KNOWN: Final[Mapping[str, Metric]] = {
     metric.name: metric
     for metric in (
         ACCURACY,
-        Metric("rmse", "RMSE", higher=False, share=False, power=2),
+        Metric("rmse", "RMSE", higher=False, share=False),
         Metric("label_accuracy", "label accuracy"),
         Metric("mae", "MAE", higher=False, share=False),
         Metric("r2", "R²", share=False),
         Metric("exact_match", "exact matches"),
+        Metric("balanced_accuracy", "balanced accuracy"),
+        Metric("macro_precision", "macro precision"),
+        Metric("macro_recall", "macro recall"),
         Metric("macro_f1", "macro F1"),
+        Metric("micro_precision", "micro precision"),
+        Metric("micro_recall", "micro recall"),
+        Metric("micro_f1", "micro F1"),
+        Metric("auc", "AUC", share=False),
+        Metric("auc_error", "error of the AUC", higher=False, share=False),
         Metric("loss", "loss", higher=False, share=False),
     )
 }
@@ -63,24 +66,16 @@ def task_of(network: Mapping[str, Any]) -> TaskKind:
     return task
 
 
-def main(told: Mapping[str, float], prefix: str = "") -> tuple[Metric, float] | None:
-    """Main metric of an evaluation's report, and its value; None: it reports none.
-
-    Args:
-        told: metric -> value.
-        prefix: before each name: "check." in updates and committed rounds.
-    """
-    for metric in MAIN.values():
-        if f"{prefix}{metric.name}" in told:
-            return metric, told[f"{prefix}{metric.name}"]
-    return None
+def main(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
+    """Return the main metric of an evaluation and its value, or None without examples."""
+    if sums is None or not sums.examples:
+        return None
+    return MAIN[sums.task], evaluation.main_value(sums)
 
 
-def joined(metric: Metric, told: Iterable[tuple[float, float]]) -> float:
-    """Combine several devices' (value, weight): a weighted mean; of RMSEs the root of the mean of squares."""
-    pairs = list(told)
-    whole = sum(weight for _, weight in pairs)
-    return float((sum(value**metric.power * weight for value, weight in pairs) / whole) ** (1 / metric.power))
+def over_devices(sums: EvaluationSums | None) -> evaluation.OverDevices | None:
+    """Summarise the main metric over the devices of a round's evaluation, or return None if there is none."""
+    return None if sums is None else evaluation.over_devices(sums, higher=MAIN[sums.task].higher)
 
 
 def best(metric: Metric, values: Sequence[float]) -> float:
@@ -93,11 +88,6 @@ def reached(metric: Metric, value: float, target: float) -> bool:
     return value >= target if metric.higher else value <= target
 
 
-def worst_first(metric: Metric, values: Iterable[float]) -> list[float]:
-    """Values in order, the worst first."""
-    return sorted(values, reverse=not metric.higher)
-
-
 def scale(metric: Metric) -> float:
     """Factor for display: 100 for values in per cent."""
     return 100.0 if metric.share else 1.0
@@ -108,6 +98,15 @@ def shown(metric: Metric, value: float, digits: int = 2) -> str:
     if not math.isfinite(value):
         return "-"
     return f"{100 * value:.{digits}f} %" if metric.share else f"{value:.4g}"
+
+
+def describe(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
+    """Return the metrics of an evaluation with their titles and units, the main one first."""
+    values = evaluation.metrics_of(sums)
+    told = {name: f"{KNOWN[name].title} {shown(KNOWN[name], value, digits)}" for name, value in values.items()}
+    if (error := values.get("auc_error")) is not None:
+        told["auc"] += f" ± {error:.2g}"
+    return [said for name, said in told.items() if name != "auc_error" and name not in skip]
 
 
 def label(metric: Metric) -> str:

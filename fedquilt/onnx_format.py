@@ -1,13 +1,14 @@
-"""The part of the ONNX format that graphs may use: which operators, and which fields of which messages.
+"""The part of the ONNX format that graphs may use: operators, fields of messages, and versions that runtimes load.
 
-Field numbers are those of onnx.proto (IR version 8 to 13). A field that is not listed here is one that no graph of
-fedquilt's has: functions, training, sparse tensors, sequences, texts as tensors, graphs in lists.
+Field numbers are those of onnx.proto (IR version 8 to 14). `UNUSED` names fields that other exporters write and that
+no graph may have; any other field that is not listed here is refused by its number.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from fedquilt.protobuf import Schema
 
@@ -47,6 +48,8 @@ MODEL: Final[Schema] = {
     7: ("graph", "bytes"),
     8: ("opset_import", "many"),
     14: ("metadata_props", "many"),
+    20: ("training_info", "many"),
+    25: ("functions", "many"),
 }
 GRAPH: Final[Schema] = {
     1: ("node", "many"),
@@ -56,6 +59,8 @@ GRAPH: Final[Schema] = {
     11: ("input", "many"),
     12: ("output", "many"),
     13: ("value_info", "many"),
+    14: ("quantization_annotation", "many"),
+    15: ("sparse_initializer", "many"),
     16: ("metadata_props", "many"),
 }
 NODE: Final[Schema] = {
@@ -78,6 +83,8 @@ ATTRIBUTE: Final[Schema] = {
     7: ("floats", "floats"),
     8: ("ints", "ints"),
     9: ("strings", "many"),
+    10: ("tensors", "many"),
+    11: ("graphs", "many"),
     13: ("doc_string", "bytes"),
     20: ("type", "int"),
 }
@@ -86,6 +93,7 @@ TENSOR: Final[Schema] = {
     2: ("data_type", "int"),
     4: ("float_data", "floats"),
     5: ("int32_data", "ints"),
+    6: ("string_data", "many"),
     7: ("int64_data", "ints"),
     8: ("name", "bytes"),
     9: ("raw_data", "bytes"),
@@ -94,9 +102,74 @@ TENSOR: Final[Schema] = {
     12: ("doc_string", "bytes"),
     13: ("external_data", "many"),
     14: ("data_location", "int"),
+    16: ("metadata_props", "many"),
 }
-VALUE: Final[Schema] = {1: ("name", "bytes"), 2: ("type", "bytes"), 3: ("doc_string", "bytes")}
-TYPE: Final[Schema] = {1: ("tensor_type", "bytes"), 6: ("denotation", "bytes")}
+VALUE: Final[Schema] = {
+    1: ("name", "bytes"),
+    2: ("type", "bytes"),
+    3: ("doc_string", "bytes"),
+    4: ("metadata_props", "many"),
+}
+TYPE: Final[Schema] = {
+    1: ("tensor_type", "bytes"),
+    4: ("sequence_type", "bytes"),
+    5: ("map_type", "bytes"),
+    6: ("denotation", "bytes"),
+    8: ("sparse_tensor_type", "bytes"),
+    9: ("optional_type", "bytes"),
+}
 TENSOR_TYPE: Final[Schema] = {1: ("elem_type", "int"), 2: ("shape", "bytes")}
 SHAPE: Final[Schema] = {1: ("dim", "many")}
 DIM: Final[Schema] = {1: ("dim_value", "int"), 2: ("dim_param", "bytes"), 3: ("denotation", "bytes")}
+
+_TENSORS: Final = "export a network that takes and gives tensors of numbers alone"
+UNUSED: Final[Mapping[str, str]] = {
+    "functions": "inline them, `onnx.inliner.inline_local_functions` does",
+    "training_info": "export the network for inference",
+    "sparse_initializer": "export dense weights",
+    "string_data": _TENSORS,
+    "tensors": _TENSORS,
+    "graphs": _TENSORS,
+    "sequence_type": _TENSORS,
+    "map_type": _TENSORS,
+    "sparse_tensor_type": _TENSORS,
+    "optional_type": _TENSORS,
+}
+"""Field that no graph may have -> how to do without."""
+
+Versions: TypeAlias = tuple[int, int]
+"""Opset and IR version of a graph."""
+
+RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
+    (1, 19): (21, 10),
+    (1, 21): (22, 10),
+    (1, 23): (23, 11),
+    (1, 24): (25, 13),
+    (1, 25): (26, 13),
+    (1, 32): (28, 14),
+}
+"""Release of ONNX Runtime -> greatest opset and IR version that it and later ones load. The last one is the newest."""
+
+
+def unsupported_versions(graph: Versions, libraries: Mapping[str, str]) -> str:
+    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or its limits are unknown.
+
+    Args:
+        graph: Versions of the graph.
+        libraries: Library of the device -> its version (`fedquilt.core.Profile.versions`).
+    """
+    found = {}
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):
+            found[int(numbers[1]), int(numbers[2])] = f"{name} {libraries[name][:20]}"
+    release = max(found, default=(0, 0))  # with both installed, the device may use the newer one
+    if not min(RUNTIMES) <= release <= max(RUNTIMES):
+        return ""
+    opset, ir_version = RUNTIMES[max(row for row in RUNTIMES if row <= release)]
+    if graph[0] <= opset and graph[1] <= ir_version:
+        return ""
+    return (
+        f"{found[release]} loads opset {opset} and IR version {ir_version} at most, and the model has opset {graph[0]} "
+        f"and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and that IR version, or "
+        "install a newer ONNX Runtime there"
+    )

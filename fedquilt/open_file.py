@@ -22,8 +22,8 @@ DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 WAIT_S: Final = 0.1  # between two attempts to get a file descriptor
 
 
-def wait_for_descriptor(open: Callable[[], T]) -> T:
-    """Return what `open` returns, and call it again while the process or the system has no file descriptor left."""
+def retry_without_descriptor(open: Callable[[], T]) -> T:
+    """Return what `open` returns, repeating the call while no file descriptor is free."""
     waited = False
     while True:
         try:
@@ -43,7 +43,7 @@ def wait_for_descriptor(open: Callable[[], T]) -> T:
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
     """Open a file as `os.open` does, and wait for a file descriptor."""
-    return wait_for_descriptor(lambda: os.open(path, flags, mode))
+    return retry_without_descriptor(lambda: os.open(path, flags, mode))
 
 
 class OpenFile:

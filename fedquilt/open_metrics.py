@@ -48,10 +48,10 @@ def address(listen: str) -> tuple[str, int]:
 
 
 @contextmanager
-def served(
+def serve_metrics(
     listen: str | None, collect: Callable[[], Iterable[Family]], connections: Connections | None = None
 ) -> Iterator[str]:
-    """Serve what `collect` makes, and this process's own memory and CPU, while the body runs; yields where.
+    """Serve `collect`'s metrics and those of this process while the body runs, and yield the URL, or "".
 
     Args:
         listen: "HOST:PORT", port 0 for any that is free; None: nothing is served.
@@ -73,7 +73,7 @@ def served(
     answers = _Answers(client.make_wsgi_app(registry))
     try:
         server = HttpServer(
-            host, port, answers.answer, connections=Connections(LIMITS) if connections is None else connections
+            host, port, answers.answer_request, connections=Connections(LIMITS) if connections is None else connections
         )
     except OSError as error:
         raise JobError(f"metrics cannot be served at {listen}: {error.strerror}; choose another HOST:PORT") from None
@@ -94,7 +94,8 @@ class _Answers:
         self._application, self._lock = application, threading.Lock()
         self._made: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
 
-    def answer(self, exchange: Exchange) -> None:
+    def answer_request(self, exchange: Exchange) -> None:
+        """Answer GET and HEAD of /metrics, with the same response to equal requests for REUSE_S."""
         path, _, query = exchange.path.partition("?")
         if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
             raise RefusedError(404, "there are only GET /metrics and HEAD /metrics")
@@ -104,12 +105,13 @@ class _Answers:
             self._made = {key: made for key, made in self._made.items() if now_s < made[0] + REUSE_S}
             key = (query, *accepted.values())
             if key not in self._made:
-                status, headers, body = self._make(path, query, accepted)
+                status, headers, body = self._call_application(path, query, accepted)
                 self._made[key] = time.monotonic(), status, headers, body
             _, status, headers, body = self._made[key]
         exchange.answer(status, headers, body)
 
-    def _make(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+    def _call_application(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of the application for a request."""
         environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
         environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in accepted.items() if value}
         started: list[tuple[str, list[tuple[str, str]]]] = []
@@ -132,7 +134,7 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Families of this moment."""
+        """Yield the present metric families as those of prometheus_client."""
         try:
             found = list(self._collect())
         except Exception:

@@ -169,7 +169,7 @@ def imported(plugin: Plugin) -> Any:
                 raise JobError(f"{plugin}: there is no module {error.name!r}; {mend}") from None
             mend = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
             raise JobError(
-                f"{plugin} fails at import: {type(error).__name__}: {_line(error)} ({_place(error)}); {mend}"
+                f"{plugin} fails at import: {type(error).__name__}: {_error_line(error)} ({_place(error)}); {mend}"
             ) from None
     if not hasattr(found, attribute):
         there = [name for name in vars(found) if not name.startswith("_")]
@@ -362,7 +362,8 @@ def _plain(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def _line(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
+    """Return an error's text in one line, or the name of its type."""
     return shorten_error(str(error)) or type(error).__name__
 
 

@@ -114,14 +114,18 @@ def written(fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: S
     """A message in pieces, its fields in the order of the schema; nothing is copied.
 
     Args:
-        fields: values as `Reader.message` gives them, of the kinds "int", "bytes" and "many". Bytes may be in pieces.
+        fields: values as `Reader.message` gives them, of kinds other than floats. Bytes may be in pieces.
         schema: fields that the message may have.
+
+    Raises:
+        ProtobufError: a field holds floats.
     """
     found: list[bytes | memoryview] = []
     for number, (name, kind) in schema.items():
         if name not in fields:
             continue
-        assert kind in ("int", "bytes", "many"), f"{name} is of the kind {kind}, which is not written"
+        if kind not in ("int", "ints", "bytes", "many"):
+            raise ProtobufError(f"{name} is of the kind {kind}, which is not written")
         for value in fields[name]:
             if isinstance(value, int):
                 found.append(_encoded(number << 3 | _VARINT) + _encoded(value))

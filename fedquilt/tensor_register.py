@@ -20,6 +20,7 @@ Kind = Literal["parameter", "buffer", "counter"]
 CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 BATCH_NORMS: Final = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 ATTENTION: Final = "MultiheadAttention"
+MADE_OF: Final = ".parametrizations."  # in names of tensors that torch makes a layer's tensor of
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -36,8 +37,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def leaf(self) -> str:
-        """Name within the module."""
-        return self.name.rpartition(".")[2]
+        """Name within the module; of what makes a tensor, as weight normalisation does, that tensor's name."""
+        return self.name.partition(MADE_OF)[2].partition(".")[0] or self.name.rpartition(".")[2]
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether it is a layer's weight or makes it: torch has both `parametrizations` and `weight_g`."""
+        return self.leaf.startswith("weight")
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -48,39 +54,84 @@ class Register(msgspec.Struct, frozen=True):
 
     def entry(self, name: str) -> Entry | None:
         """Return the entry of a tensor, or None for one that a method has added to the network."""
-        return _by_name(self).get(name)
+        return _entries_by_name(self).get(name)
 
-    def parameters(self, model: Tensors) -> list[str]:
-        """Return the names of the tensors that gradients move."""
+    def parameters_of(self, model: Tensors) -> list[str]:
+        """Return the names of the model's tensors that gradients change."""
         return [name for name in shapes(model) if (entry := self.entry(name)) is None or entry.kind == "parameter"]
 
-    def aliased(self, model: Tensors) -> dict[str, Any]:
+    def with_aliases(self, model: Tensors) -> dict[str, Any]:
         """Return the model with each tensor under all of its names, as `load_state_dict` wants it."""
         named = {alias: name for name in model if (entry := self.entry(name)) for alias in entry.aliases}
         return {**model, **{alias: model[name] for alias, name in named.items()}}
 
-    def running(self, name: str) -> bool:
-        """Return whether a tensor is a running statistic: a buffer of numbers that the forward pass changes."""
+    def is_coupled(self, model: Collection[str], moved: Collection[str] | None = None) -> bool:
+        """Return whether trained batch normalisation couples the examples of a mini-batch.
+
+        Args:
+            model: Names of the tensors that there are.
+            moved: Names of the trained tensors, or None for all. Batch normalisation without trained tensors is frozen.
+        """
+        norms = [entry for entry in self.tensors if entry.type in BATCH_NORMS and entry.name in model]
+        if moved is None:
+            return bool(norms)
+        learned = {entry.module for entry in norms if entry.kind == "parameter"}
+        return any(entry.name in moved or entry.module not in learned for entry in norms)
+
+    def convolutions(self, model: Collection[str]) -> set[str]:
+        """Return the paths of the convolutions with a tensor among these."""
+        return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
+
+    def weights(self) -> dict[str, str]:
+        """Return module -> its weight, of the modules that have one of their own."""
+        found = [entry for entry in self.tensors if entry.leaf == "weight" and entry.kind == "parameter"]
+        return {entry.module: entry.name for entry in found}
+
+    def linears(self) -> set[str]:
+        """Return the paths of the linear layers that share their weight with no layer before them."""
+        return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.weighs}
+
+    def require_plain_weight(self, layer: str) -> None:
+        """Check that a layer's weight is a tensor of its own.
+
+        Raises:
+            ModelError: The weight is made of other tensors, as weight normalisation does.
+        """
+        made_of = [entry.name for entry in self.tensors if entry.module == layer and entry.weighs]
+        if f"{layer}.weight" not in made_of:
+            raise ModelError(
+                f"the weight of {layer!r} is made of {', '.join(map(repr, made_of))}, and this method needs the weight "
+                "itself: give the layer a plain weight, or take another method"
+            )
+
+    def running_means(self) -> dict[str, str]:
+        """Return running variance -> running mean of each batch normalisation."""
+        norms = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
+        pairs = {f"{entry.module}.running_var": f"{entry.module}.running_mean" for entry in self.tensors}
+        return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norms}
+
+    def is_running_statistic(self, name: str) -> bool:
+        """Return whether a tensor is a running statistic: a buffer of floats that the forward pass changes."""
         entry = self.entry(name)
         return entry is not None and entry.kind == "buffer" and entry.trained
 
-    def modules(self, chosen: Collection[str]) -> set[str]:
+    def tensors_of_modules(self, chosen: Collection[str]) -> set[str]:
         """Return the names of all tensors of these modules."""
         return {entry.name for entry in self.tensors if entry.module in chosen}
 
-    def layers(self) -> dict[str, tuple[str, ...]]:
-        """Return layer -> its parameters, by the order of calls."""
-        return dict(_layers(self))
+    def parameters_by_layer(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of each layer's parameters, with layers in the order of their first call."""
+        return dict(_find_layers(self))
 
-    def head(self) -> str | None:
-        """Return the classifier, the linear layer called last, or None if the network has no linear layer.
+    def classifier(self) -> str | None:
+        """Return the path of the linear layer called last, or None if the network has no linear layer.
 
         Raises:
             ModelError: The layer called last shares its weights with another layer.
         """
-        linear = {entry.module for entry in self.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+        linear = self.linears()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
-        last = self.ordered([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
+        last = self.in_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
         if not last or last[0] in linear:
             return last[0] if last else None
         raise ModelError(
@@ -88,39 +139,39 @@ class Register(msgspec.Struct, frozen=True):
             "be treated apart as the classifier: give the layer weights of its own, or take another method"
         )
 
-    def ordered(self, names: Iterable[str]) -> list[str]:
-        """Return modules or tensors by their module's first call, then in natural order.
+    def in_call_order(self, names: Iterable[str]) -> list[str]:
+        """Return modules or tensors in the order of their module's first call, then of numbers in the name.
 
         A module that is never called, as its parent uses its weights itself, stands with the nearest module around it.
         """
-        place = _places(self)
+        place = _call_positions(self)
 
         def key(name: str) -> tuple[int, list[tuple[int, int | str]]]:
             path = name
             while path and path not in place:
                 path = path.rpartition(".")[0]
-            return place.get(path, -1), natural(name)
+            return place.get(path, -1), natural_key(name)
 
         return sorted(names, key=key)
 
 
-def of(network: Mapping[str, Any]) -> Register:
-    """Return the register in a network's table. That of an `mlp` follows from the table.
+def register_of(network: Mapping[str, Any]) -> Register:
+    """Return the register in a network's table, or that of an `mlp`, which follows from its table.
 
     Raises:
         ModelError: The table has none.
     """
     if "register" in network:
-        return _parsed(msgspec.json.encode(network["register"]))
+        return _parse_register(msgspec.json.encode(network["register"]))
     if network.get("name") == "mlp":
         hidden = network.get("hidden", (64,))
-        return dense(len(hidden) + 1)
+        return register_of_mlp(len(hidden) + 1)
     name = network.get("name")
     raise ModelError(f"the bundle has no register of the tensors of {name!r}: run `fedquilt prepare` anew")
 
 
-def dense(layers: int) -> Register:
-    """Return the register of an `mlp` with so many linear layers."""
+def register_of_mlp(layers: int) -> Register:
+    """Return the register of an `mlp` with this number of linear layers."""
     paths = [str(2 * index + 1) for index in range(layers)]
     rows = [
         Entry(f"{path}.{leaf}", "parameter", path, path, "Linear", normalises=False, trained=True)
@@ -130,8 +181,8 @@ def dense(layers: int) -> Register:
     return Register(tuple(rows), ("", *map(str, range(2 * layers))))
 
 
-def of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> Register:
-    """Return a register of tensors of these kinds, and of parameters where no kind is given."""
+def register_of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> Register:
+    """Return a register of tensors with the given kinds, or parameters where none is given."""
     rows = []
     for name in names:
         path = name.rpartition(".")[0]
@@ -139,18 +190,19 @@ def of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> Register:
     return Register(tuple(rows))
 
 
-def plain(network: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a network's table without the register: what builds the network and is shown."""
+def without_register(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a network's table without its register."""
     return {key: value for key, value in network.items() if key != "register"}
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key that compares numbers in names as numbers."""
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that compares the numbers in a name as numbers."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 @lru_cache(maxsize=8)
-def _parsed(payload: bytes) -> Register:
+def _parse_register(payload: bytes) -> Register:
+    """Return a register from JSON. Raise ModelError if it is damaged."""
     try:
         return msgspec.json.decode(payload, type=Register)
     except msgspec.MsgspecError as error:
@@ -158,19 +210,21 @@ def _parsed(payload: bytes) -> Register:
 
 
 @lru_cache(maxsize=8)
-def _by_name(register: Register) -> dict[str, Entry]:
+def _entries_by_name(register: Register) -> dict[str, Entry]:
     return {entry.name: entry for entry in register.tensors}
 
 
 @lru_cache(maxsize=8)
-def _places(register: Register) -> dict[str, int]:
+def _call_positions(register: Register) -> dict[str, int]:
+    """Return the position of each module in the order of calls."""
     return {path: index for index, path in enumerate(register.calls)}
 
 
 @lru_cache(maxsize=8)
-def _layers(register: Register) -> dict[str, tuple[str, ...]]:
+def _find_layers(register: Register) -> dict[str, tuple[str, ...]]:
+    """Return the sorted names of each layer's parameters, with layers in the order of calls."""
     found: dict[str, list[str]] = {}
     for entry in register.tensors:
         if entry.kind == "parameter":
             found.setdefault(entry.layer, []).append(entry.name)
-    return {path: tuple(sorted(found[path])) for path in register.ordered(found)}
+    return {path: tuple(sorted(found[path])) for path in register.in_call_order(found)}

@@ -147,7 +147,7 @@ def _require_shape(name: str, array: np.ndarray | Shaped, wanted: np.ndarray | S
 
 
 def require_finite(given: Tensors) -> None:
-    """Raise UpdateError if any floating-point array holds NaN or infinity."""
+    """Raise DivergedError if a floating-point tensor holds NaN or infinity."""
     for name, array in given.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")

@@ -32,8 +32,8 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
-def time_of_day(at: float, now: float) -> str:
-    """A wall-clock time in local time: "14:02", and with its date if that is not the date of `now`."""
+def format_time_of_day(at: float, now: float) -> str:
+    """Return a local time such as "14:02", with its date if that is not the date of `now`."""
     moment = time.localtime(at)
     return time.strftime("%H:%M" if moment[:3] == time.localtime(now)[:3] else "%Y-%m-%d %H:%M", moment)
 

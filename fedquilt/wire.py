@@ -15,7 +15,7 @@ import binascii
 import re
 import zlib
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -167,6 +167,9 @@ class Limits(Wired, frozen=True, omit_defaults=True):
     max_peak_bytes: Count | None = None
 
 
+InputShape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31)], ...], Meta(max_length=15)]
+
+
 class Release(Wired, frozen=True, omit_defaults=True):
     """What a device shall run, on dev/<device>/dn/<kind>, retained: a device that was off finds it when it returns."""
 
@@ -177,6 +180,7 @@ class Release(Wired, frozen=True, omit_defaults=True):
     name: Label = ""  # what people call it: the run, or the version
     back: bool = False  # return to what ran before
     limits: Limits = Limits()
+    input_shape: InputShape | None = None  # of one example of a model; None: as its graph declares it
     soak_s: Seconds = 60.0  # time for which it has to hold before it counts as committed
     window: Label = ""  # of the board's local time, "02:00-05:00"; "": at any time
     force: bool = False  # swap also while a task runs

@@ -15,13 +15,13 @@ from torch import nn
 TOGETHER = 32  # gradients held at once, if there is room
 
 
-def diagonal(
+def fisher_diagonal(
     model: nn.Module,
     parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
     each: int = 1,
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy,
 ) -> dict[str, torch.Tensor]:
-    """Diagonal F in each parameter's own shape, float32; `model` is in evaluation mode: one score row per example.
+    """Return the diagonal Fisher information of each parameter, float32 in the parameter's shape.
 
     Args:
         model: network, in evaluation mode.

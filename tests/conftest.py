@@ -38,6 +38,11 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker ends long after the others."""
+    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "simulation"))
+
+
 @pytest.fixture
 def mosquitto(tmp_path: Path) -> Iterator[Callable[..., Mosquitto]]:
     """Starts Mosquittos with extra configuration lines; all are killed at the end."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from evaluations import of_classes, total
 from job_facts import BLOB
 from waiting import LIMIT_S, until
 
@@ -42,9 +43,16 @@ def names(count: int) -> list[str]:
 def answer(device: str, round: int, accuracy: float = 0.5) -> Answered:
     """An answer that took 10 s, 4 of them at its task, and 3 MB down and 1 MB up."""
     usage = Usage(wall_s=4.0, energy_j=6.0, energy_source="INA3221", down_bytes=3_000_000, up_bytes=1_000_000)
-    metrics = {"check.accuracy": accuracy, "check.examples": 10.0}
     update = Update(
-        job="j", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics=metrics, usage=usage
+        job="j",
+        round=round,
+        attempt=0,
+        device=device,
+        weight=1.0,
+        bundles={},
+        metrics={},
+        usage=usage,
+        evaluation=of_classes(accuracy),
     )
     return Answered(round, update, 10.0)
 
@@ -63,9 +71,9 @@ def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[A
         if number == rounds - 1 and not ended:
             return [*found, answer(cohort[0], number)]
         found += [answer(device, number, 0.2 + 0.1 * number) for device in cohort[:-1]]
-        told = {"loss": 1.0, "check.accuracy": 0.2 + 0.1 * number, "check.examples": 10.0, "check.loss": 0.5}
+        told = total(*(of_classes(0.2 + 0.1 * number) for _ in cohort[:-1]))
         found += [Declined(number, cohort[-1], "memory", "the task needs 12 MB more than its budget"), Closed(number)]
-        found.append(Committed(number, BLOB, False, told, (), 16.0))
+        found.append(Committed(number, BLOB, False, {"loss": 1.0}, (), 16.0, evaluation=told))
     return [*found, Ended("stopped", "by request")]
 
 

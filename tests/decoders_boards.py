@@ -79,7 +79,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     for sign in (None, site.authority.sign_upgrade):
         upgrades.pack(path, [wheel], sign)
         wholes.append(path.read_bytes().rstrip(b"\0") + bytes(1024))  # without most of what fills it up
-    with archive.opened(path) as bundle:
+    with archive.open_bundle(path) as bundle:
         manifest, signature = bundle.signed, bundle.signature
     assert signature is not None
     order = build.Order("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False)
@@ -87,7 +87,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     def opened(payload: bytes) -> object:
         path.write_bytes(payload)
         try:
-            with archive.opened(path) as bundle:
+            with archive.open_bundle(path) as bundle:
                 build.fits(bundle.manifest)
                 bundle.check_wheels()
         except ModelError as error:
@@ -97,7 +97,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
 
     def signed(payload: bytes) -> object:
         pack({archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, path)
-        with archive.opened(path) as bundle:
+        with archive.open_bundle(path) as bundle:
             build.trusted(bundle, ca, unsigned=False)
         assert payload == signature
 
@@ -105,7 +105,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
 
     def certified(payload: bytes) -> object:
         pem.write_bytes(payload)
-        with archive.opened(folder / "right.tar") as bundle:
+        with archive.open_bundle(folder / "right.tar") as bundle:
             return build.trusted(bundle, str(pem), unsigned=False)
 
     numbers = itertools.count()
@@ -233,7 +233,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
         for _ in range(2):
             (lies / FILE).write_bytes(payload)
             board.ill()
-        told = messages.telemetry(Reading(), served=runner.look())
+        told = messages.telemetry_message(Reading(), served=runner.look())
         return None if told is None else wire.decode(wire.encode(told), wire.Telemetry)
 
     def held(payload: bytes) -> object:
@@ -282,7 +282,7 @@ def _networks() -> dict[str, Decoder]:
     def read(payload: bytes) -> object:
         lines = payload.decode("utf-8", "replace").split("\n")
         facts = {name: line for name, line in zip(("input", "network", "labels"), lines, strict=False) if line}
-        found = exported.read(facts)
+        found = exported.read_metadata(facts)
         kind = found.task
         assert kind is None or isinstance(kind, str)
         sides = [table.get("size", 1) for table in (found.input, (found.network or {}).get("input")) if table]
@@ -315,10 +315,26 @@ def _parted(folder: Path) -> dict[str, Decoder]:
     def filled(payload: bytes) -> object:
         return b"".join(onnx_fill.filled(payload, given))
 
+    def read_whole(payload: bytes) -> object:
+        (folder / "two.onnx").write_bytes(payload)
+        return b"".join(onnx_fill.read_whole(folder / "two.onnx"))
+
+    (folder / "d").write_bytes(bytes(24))
+    place = b"j\x0d\x0a\x08location\x12\x01dp\x01"  # external data: the location "d"
+    outer = b"*" + bytes([len(tensor + place)]) + tensor + place
+    beside = b"\x08\x08:" + bytes([len(outer)]) + outer + b"B\x02\x10\x11"
+    assert len(onnx_fill.read_whole(_written(folder / "two.onnx", beside))) > 1
+
     return {
         "result with parts on boards": Decoder("fedquilt/personal.py", read, (ModelError,), (sent,)),
         "graph to be filled": Decoder("fedquilt/onnx_fill.py", filled, (ModelError,), (model,)),
+        "graph in two files": Decoder("fedquilt/onnx_fill.py", read_whole, (ModelError,), (beside,)),
     }
+
+
+def _written(path: Path, payload: bytes) -> Path:
+    path.write_bytes(payload)
+    return path
 
 
 # -- rollouts ---------------------------------------------------------------------------------------
@@ -345,7 +361,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     def kept(text: str, lines: tuple[str, ...]) -> object:
         """The rollout with this plan and these facts, with checksums as if they were right."""
         head = FIRST
-        with store._writing():
+        with store._write_transaction():
             store._db.execute("delete from rollout_facts")
             for body in lines:
                 head = link(head, id, 1.0, body)
@@ -357,7 +373,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
                 "update rollouts set plan = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
                 (text, head, checksum(*line)),
             )
-        log = RolloutLog(store._db, store._rows, home, store._writing)
+        log = RolloutLog(store._db, store._rows, home, store._write_transaction)
         log.blobs()
         for why in log.unreadable().values():
             raise JobError(why)

@@ -12,7 +12,7 @@ import msgspec
 from decoding import SHA, Decoder, numbered
 from wired import MESSAGES
 
-from fedquilt import checked, config, profiles, wire
+from fedquilt import checked, config, evaluation, profiles, wire
 from fedquilt.blobs import pack
 from fedquilt.bundle import Index
 from fedquilt.coordinator import backup, deadline, facts, settings, snapshots, store_rows, write_ahead
@@ -28,6 +28,7 @@ from fedquilt.core import (
     ModelError,
     StoreError,
     Update,
+    UpdateError,
 )
 from fedquilt.disk import REAL
 from fedquilt.edge_agent import remembered
@@ -104,6 +105,12 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
         plan, "open", 2, state=ref, asked=frozenset("bc"), answered=answered, history=history, took=took
     )
     return {
+        "counts of an evaluation": Decoder(
+            "fedquilt/evaluation.py",
+            lambda payload: evaluation.unpack_counts(payload, 20),
+            (UpdateError,),
+            tuple(evaluation.pack_counts(range(start, start + 20)) for start in (0, 120, 1 << 40)),
+        ),
         "what a fact names": Decoder(
             "coordinator/job_logs.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
         ),

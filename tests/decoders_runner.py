@@ -32,7 +32,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     np.savez_compressed(files[3], x=x)
     bodies = [each.getvalue() for each in files]
     for _ in range(20):
-        answers.asked(bodies[2])
+        answers.classify_bytes(bodies[2])
     kept = drift.reference(("mean",), np.arange(60.0)[:, None], np.arange(60) % 2)
 
     def compared(payload: bytes) -> object:
@@ -44,6 +44,8 @@ def every(folder: Path) -> dict[str, Decoder]:
         return found
 
     return {
-        "asked": Decoder("tools/artefacts/classifier.py", answers.asked, (DataError,), tuple(bodies), share=0.2),
+        "asked": Decoder(
+            "tools/artefacts/classifier.py", answers.classify_bytes, (DataError,), tuple(bodies), share=0.2
+        ),
         "reference": Decoder("tools/runner/service.py", compared, UNDECODABLE, (msgspec.json.encode(kept),), share=0.2),
     }

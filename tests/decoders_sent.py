@@ -325,7 +325,7 @@ def _passed(state: fedavg.State) -> Decoder:
 
     def read(payload: bytes) -> object:
         update = Contribution("site", 0, 6.0, {}, {"site.0": tensors.decode(payload)})
-        passed.parts(update)
+        passed.parts_of_site(update)
         return method.step(state, method.fold(state, None, update))
 
     return Decoder("coordinator/passed.py", read, (UpdateError,), seeds, measured)
@@ -338,7 +338,7 @@ def _table() -> Decoder:
     def read(payload: bytes) -> object:
         bundle = {passed.TABLE: np.frombuffer(payload, np.uint8)}
         update = Contribution("site", 0, 4.0, {}, {"site.0": bundle})
-        return passed.parts(update), passed.contributions(update)
+        return passed.parts_of_site(update), passed.contributions(update)
 
     return Decoder("coordinator/passed.py", read, (UpdateError,), (passed.table(parts).tobytes(),))
 

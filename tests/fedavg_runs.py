@@ -11,7 +11,7 @@ import pytest
 from fedquilt import tensors
 from fedquilt.core import Bundle, Method
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 from fedquilt.testing.toys import play as run
 from fedquilt.tools.simulation import Member
 
@@ -40,7 +40,7 @@ def play(
     """The states of a run on toy devices; `method`: a double of the method of that name."""
     return run(
         name,
-        bundle or to_train(),
+        bundle or toy_bundle(),
         devices or learners(),
         {**SMALL, **params},
         engine=engine or numpy_one(),

@@ -9,7 +9,7 @@ from fedavg_runs import SMALL, torch_one
 
 from fedquilt import methods
 from fedquilt.core import Bundle
-from fedquilt.testing.toys import MLP_MASKS, learners, to_train
+from fedquilt.testing.toys import MLP_MASKS, learners, toy_bundle
 from fedquilt.testing.toys import play as run
 from fedquilt.tools.simulation import Member
 
@@ -19,7 +19,7 @@ H = 5
 
 def play(name: str, engine: Any = None, members: list[Member] | None = None, **params: Any) -> list[Any]:
     """The states of three rounds on toy devices."""
-    return play_on(to_train(), name, engine, members, **params)
+    return play_on(toy_bundle(), name, engine, members, **params)
 
 
 def play_on(
@@ -40,4 +40,4 @@ def play_on(
 
 def begun(name: str = "fedpews", **params: Any) -> Any:
     method = methods.load(name)
-    return method.init(to_train(), method.params(**params), 0)
+    return method.init(toy_bundle(), method.params(**params), 0)

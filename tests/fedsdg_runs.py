@@ -10,7 +10,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.core import Answer, DeviceView, Site, Task
 from fedquilt.methods import fedsdg
-from fedquilt.testing.toys import given, members, play, remembered, to_train
+from fedquilt.testing.toys import given, members, play, remembered, toy_bundle
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
@@ -36,7 +36,7 @@ LAYERS = [f"blocks.{block}.{leaf}" for block in (0, 1) for leaf in ("attention.o
 
 
 def bundle() -> Any:
-    return to_train(NETWORK, WEIGHTS)
+    return toy_bundle(NETWORK, WEIGHTS)
 
 
 class Played:

@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from fedquilt import wire
 from fedquilt.coordinator import passed
-from fedquilt.core import BlobRef, OperatingPoint, Profile, Rates, Update, Usage
+from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, Rates, Update, Usage
 
 MESSAGES = (
     wire.Presence,
@@ -29,7 +29,7 @@ MESSAGES = (
 )
 """Messages that devices send."""
 
-PARTS = (OperatingPoint, Rates, Usage, BlobRef, passed.Part)
+PARTS = (OperatingPoint, Rates, Usage, EvaluationSums, BlobRef, passed.Part)
 """Structs within them, or within a blob that a site sends."""
 
 LONG = 3000  # of a text without a limit
@@ -67,6 +67,11 @@ def _values(kind: inspect.Type) -> Iterator[Any]:
             yield from (float(LARGE),) if most is None or most >= LARGE else ()
         case inspect.StrType(pattern=pattern, max_length=most):
             yield from _texts(pattern, LONG if most is None else min(most, LONG))
+        case inspect.BytesType():
+            yield from (b"", b"\0", b"\xff" * LONG, b"\x01" * LONG, b"\0\xff\xff\xff\x7f\x01")
+        case inspect.TupleType(item_types=types):
+            for values in zip(*map(_values, types), strict=False):
+                yield values
         case inspect.LiteralType(values=values):
             yield from values
         case inspect.UnionType(types=types):

@@ -140,7 +140,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         ),
         Stage(
             "matrix",
-            "the other tests marked nightly: each method with each network",
+            "the other tests marked nightly: each method with each network, graphs of pip packages",
             ((*tests, "-m", "nightly", f"--ignore={CONTAINERS}"),),
         ),
         Stage(

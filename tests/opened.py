@@ -12,5 +12,5 @@ def opened(store: Store, run: str, method: Method | None = None) -> Running:
     """The job, with its state; `method`: None: the one that it names."""
     row = store.job(run)
     job = Running(row, store, 0.0, method or methods.load(row.job.method))
-    job.opened(job.opening()(), 0.0)
+    job.continue_from(job.opening()(), 0.0)
     return job

@@ -14,7 +14,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import Method
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import folder, job, learners, to_train
+from fedquilt.testing.toys import folder, job, learners, toy_bundle
 from fedquilt.tools.simulation import Member, carriers, run
 from fedquilt.tools.simulation.simulated_job import Simulation
 
@@ -43,7 +43,7 @@ class Fleet:
         **table: Any,
     ) -> tuple[Simulation, carriers.Hands]:
         self._count += 1
-        made = to_train()
+        made = toy_bundle()
         bundle = folder(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
         given = list(members) or learners(devices, 13)

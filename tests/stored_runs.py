@@ -49,7 +49,7 @@ class Run:
         for fact in facts:
             after = apply(self.standing.rounds, fact, NOW_S)
             self.store.append(self.id, fact)
-            self.standing.take(fact, after)
+            self.standing.apply_fact(fact, after)
             if isinstance(fact, Committed | Ended):
                 self.store.snapshots.keep(self.id, self.standing)
 
@@ -71,9 +71,9 @@ def state(round: int) -> BlobRef:
 
 def taken_up(store: Store, run: str, plan: Plan, now_s: float = NOW_S) -> tuple[Standing, int]:
     """As a coordinator takes a run up: its snapshot, and the facts behind it; and where the snapshot ended."""
-    standing, upto = store.snapshots.of(run, plan, now_s)
+    standing, upto = store.snapshots.load_state(run, plan, now_s)
     for _, _, fact in store.facts(run, upto):
-        standing.take(fact, apply(standing.rounds, fact, now_s))
+        standing.apply_fact(fact, apply(standing.rounds, fact, now_s))
     return standing, upto
 
 
@@ -81,7 +81,7 @@ def whole(store: Store, run: str, plan: Plan, now_s: float = NOW_S) -> Standing:
     """What all facts of a run come to."""
     standing = Standing(Rounds(plan))
     for _, _, fact in store.facts(run):
-        standing.take(fact, apply(standing.rounds, fact, now_s))
+        standing.apply_fact(fact, apply(standing.rounds, fact, now_s))
     return standing
 
 

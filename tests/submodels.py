@@ -12,7 +12,7 @@ from plain import budgeted
 
 from fedquilt.core import Bundle, DeviceView, Examples, Method
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import files, play, registered
+from fedquilt.testing.toys import files, play, register_entry
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
@@ -41,9 +41,9 @@ def bundle(network: dict[str, Any] | None = None) -> Bundle:
         module = registry.build(table)
     parts: dict[str, dict[str, np.ndarray]] = {
         "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
-        "masks": {"json": masks.to_array(trace.plan(module))},
+        "masks": {"json": masks.to_array(trace.trace_plan(module))},
     }
-    meta = {"network": table, "flops": 1e6, "example_bytes": 10**6, **registered(table)}
+    meta = {"network": table, "flops": 1e6, "example_bytes": 10**6, **register_entry(table)}
     return Bundle(meta, files(parts), lambda name: parts[name])
 
 

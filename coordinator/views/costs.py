@@ -105,7 +105,7 @@ def account(facts: Iterable[AnyFact]) -> Account:
         elif isinstance(fact, Declined | Rejected):
             refused[fact.device] += 1
             refused_in[fact.round] += 1
-        elif isinstance(fact, Committed) and (main := metrics.main(fact.metrics, "check.")) is not None:
+        elif isinstance(fact, Committed) and (main := metrics.main(fact.evaluation)) is not None:
             checked[fact.round] = main
     by_device, by_round = defaultdict(list), defaultdict(list)
     for update in updates:

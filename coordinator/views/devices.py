@@ -29,7 +29,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """In a word: offline, silent, idle, or what it does."""
+        """State in a word: offline, silent, idle, or the step of its task."""
         if not self.board.online:
             return "silent" if self.board.silent else "offline"
         return "idle" if self.board.doing is None else self.board.doing.step
@@ -69,12 +69,12 @@ def chosen(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | N
     return [
         each
         for each in devices
-        if labels.selects(wanted, each.board.labels) and (state is None or state in states(each))
+        if labels.selects(wanted, each.board.labels) and (state is None or state in states_of(each))
     ]
 
 
-def states(device: Device) -> set[str]:
-    """Those of STATES that a board is in."""
+def states_of(device: Device) -> set[str]:
+    """Return those of STATES that a device is in."""
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:
@@ -82,10 +82,10 @@ def states(device: Device) -> set[str]:
     return {"online", "idle" if board.doing is None else "working", *refused}
 
 
-def lines(
+def format_devices(
     devices: Sequence[Device], now: float, *, served: bool = True, away: str = "", wide: int | None = None
 ) -> list[str]:
-    """The fleet as text: a count, then for each board a line, one of what it is, and one of its last refusal.
+    """Return the fleet as lines: a count, then each device with its description and last refusal.
 
     Args:
         devices: to show.
@@ -95,7 +95,7 @@ def lines(
         wide: largest width of a line; None: as `columns.width`.
     """
     wide = columns.width() if wide is None else wide
-    told = [_counted(devices)]
+    told = [_format_counts(devices)]
     if not served:
         told.append("no coordinator serves this home: the boards are shown as the last one knew them")
     elif away:
@@ -103,7 +103,7 @@ def lines(
     table = columns.table([HEAD, *(_cells(each, now) for each in devices)], "<<>>>><", 10**6)
     told += ["", _cut(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
-        told += [_cut(line, wide), _cut(f"  {_about(device.board, now)}", wide)]
+        told += [_cut(line, wide), _cut(f"  {_describe_board(device.board, now)}", wide)]
         if said := _serves(device.reading):
             told.append(_cut(f"  {said}", wide))
         for runs in device.board.runs:
@@ -116,7 +116,8 @@ def lines(
     return told
 
 
-def _counted(devices: Sequence[Device]) -> str:
+def _format_counts(devices: Sequence[Device]) -> str:
+    """Return how many devices there are, and how many are online, at work, offline and silent."""
     online = [each for each in devices if each.board.online]
     working = sum(each.board.doing is not None for each in online)
     boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
@@ -163,7 +164,7 @@ def _job(run: str) -> str:
 
 
 def _serves(reading: Reading) -> str:
-    """What its model runner tells; "": there is none that does."""
+    """Return the answers, drift and accuracy of the model runner as text, or "" without a runner."""
     if reading.served is None and reading.drift is None and reading.accuracy is None:
         return ""
     parts = [] if reading.served is None else [f"{reading.served} answers"]
@@ -181,14 +182,15 @@ def _runs(runs: Runs, now: float) -> str:
     return f"{runs.kind} {what}; {runs.rollout} {runs.phase} {units.duration(now - runs.at)} ago{why}"
 
 
-def _about(board: Board, now: float) -> str:
+def _describe_board(board: Board, now: float) -> str:
+    """Return a board's hardware, mode, agent version, clock error, last contact and labels as text."""
     parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
     parts.append(board.version and f"agent {board.version}")
     if board.skew_s is not None and board.online:
         said = f"clock {board.skew_s:+.1f} s" if abs(board.skew_s) >= SKEW_SAID_S else "clock right"
         parts.append(said)
     if board.silent and board.since is not None:
-        parts.append(f"silent since {units.time_of_day(board.since, now)}")
+        parts.append(f"silent since {units.format_time_of_day(board.since, now)}")
     elif (not board.online or board.quiet) and board.seen is not None:
         parts.append(f"last heard {units.duration(now - board.seen)} ago")
     return "; ".join(filter(None, [", ".join(filter(None, parts)), " ".join(board.labels)]))

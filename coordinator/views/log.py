@@ -31,9 +31,11 @@ from fedquilt.coordinator.facts import (
 from fedquilt.coordinator.store import UNAPPROVED, Row, Store
 from fedquilt.coordinator.store_rows import Unreadable
 from fedquilt.coordinator.views import costs, progress, waits
-from fedquilt.core import JobError, Update, Usage
+from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL: Final = "final evaluation"  # instead of a round's number
+UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
+"""Metrics that a line does not show."""
 
 
 def closing(state: Rounds, fact: AnyFact) -> bool:
@@ -94,7 +96,7 @@ def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
     """
     if isinstance(fact, Committed):
         return _committed(fact, closing, (), 0)
-    first, *more = _sentences(fact)
+    first, *more = _describe_fact(fact)
     return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
 
 
@@ -102,7 +104,8 @@ def _shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_short(value)}" for name, value in sorted(metrics.items()))
 
 
-def _sentences(fact: AnyFact) -> list[str]:
+def _describe_fact(fact: AnyFact) -> list[str]:
+    """Return an event as lines of text."""
     match fact:
         case Noted():
             return [fact.said]
@@ -139,14 +142,14 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Restarted(passed_s=passed_s):
             return [f"round {fact.round}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case Ended():
-            return ended(fact.status, fact.reason)
+            return format_end(fact.status, fact.reason)
         case Resumed():
             return ["resumed"]
         case _:
             raise AssertionError(fact)
 
 
-def ended(status: str, reason: str) -> list[str]:
+def format_end(status: str, reason: str) -> list[str]:
     """Return the end of a run as lines: the cause, then the fix if the reason names one."""
     said = "job failed" if status == "failed" else status
     return f"{said}: {reason}".splitlines() if reason else [said]
@@ -173,17 +176,16 @@ def _reopened(fact: Reopened, before: Rounds) -> str:
 
 def _committed(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
     """Sentences on the end of a round. Devices evaluate the state they receive, that of the round before."""
-    own = {name: value for name, value in fact.metrics.items() if not name.startswith("check.")}
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     if (energy := _energy(updates)) is not None:
         counts.append(energy)
-    checked = _evaluated(fact.metrics)
+    checked = evaluated(fact.evaluation)
     if closing:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
     else:
         word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
         parts = [f"{word} ({', '.join(counts)})" if counts else word]
-        parts += [_shown(own)] if own and not fact.notes else []
+        parts += [_shown(fact.metrics)] if fact.metrics and not fact.notes else []
         if checked:
             when = "at the start" if not fact.round else f"after round {fact.round - 1}"
             parts.append(f"{when}: {', '.join(checked)}")
@@ -191,18 +193,17 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
     return [*told, *fact.notes]
 
 
-def _evaluated(reported: Mapping[str, float]) -> list[str]:
-    """Evaluation among a round's metrics: the main metric first, with the number of examples."""
-    told = {name.removeprefix("check."): value for name, value in reported.items() if name.startswith("check.")}
-    examples = told.pop("examples", None)
-    order = [*metrics.KNOWN, *sorted(told.keys() - metrics.KNOWN.keys())]
-    found = []
-    for name in (name for name in order if name in told):
-        known = metrics.KNOWN.get(name, metrics.Metric(name, name, share=False))
-        found.append(f"{known.title} {f'{100 * told[name]:.1f} %' if known.share else _short(told[name])}")
-    if found and examples is not None:
-        found[0] += f" on {examples:.0f} held-out examples"
-    return found
+def evaluated(sums: EvaluationSums | None) -> list[str]:
+    """Describe an evaluation: the main metric, then its worst tenth and spread over devices, then other metrics."""
+    if sums is None or not sums.examples:
+        return []
+    first, *others = metrics.describe(sums, 1, skip=UNTOLD)
+    over = metrics.over_devices(sums)
+    if over is not None and over.devices > 1:
+        main = metrics.MAIN[sums.task]
+        worst, spread = (metrics.shown(main, value, 1) for value in (over.worst_decile, over.deviation))
+        others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
+    return [f"{first} on {sums.examples} held-out examples", *others]
 
 
 def _energy(updates: Sequence[Update]) -> str | None:
@@ -258,7 +259,7 @@ def summary(row: Row | Unreadable, store: Store, own: Mapping[str, int] = {}) ->
     return {
         "run": row.id,
         "status": store.standing(row) if isinstance(row, Row) else row.status,
-        "waits": waits.of(row, store) if isinstance(row, Row) and not problem else None,
+        "waits": waits.describe_wait(row, store) if isinstance(row, Row) and not problem else None,
         "submitter": row.submitter if isinstance(row, Row) else None,
         "method": row.job.method if isinstance(row, Row) else None,
         "rounds": progress.done(facts, row.job.rounds) if isinstance(row, Row) and problem is None else None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fedquilt import metrics
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.views import costs
-from fedquilt.core import Update
+from fedquilt.core import EvaluationSums, Update
 
 Dated = tuple[float, AnyFact]  # wall-clock seconds, and the fact
 
@@ -24,7 +24,10 @@ class Personal:
     weighted: float  # over all their examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
-    devices: dict[str, float]
+    deviation: float  # standard deviation over devices
+    count: int  # number of devices, those of sites among them
+    loss: float  # over all their examples
+    devices: dict[str, float]  # of devices and sites
     metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
 
 
@@ -42,7 +45,6 @@ class Point:
     up_bytes: int
     energy_j: float | None  # gross, of all boards
     personal: Personal | None = None  # None: no check
-    loss: float | None = None  # on held-out shares
 
 
 @dataclass(frozen=True)
@@ -56,38 +58,31 @@ class Split:
     wait_s: float  # for others, or for the round to begin
 
 
-def personal(updates: Iterable[Update]) -> Personal | None:
-    """Summary of the evaluations in these updates; None: there is none among them."""
-    return of_devices(
-        {
-            update.device: {
-                name.removeprefix("check."): value
-                for name, value in update.metrics.items()
-                if name.startswith("check.")
-            }
-            for update in sorted(updates, key=lambda update: update.device)
-        }
-    )
+def personal(total: EvaluationSums | None, updates: Iterable[Update]) -> Personal | None:
+    """Summarise a round's evaluation, or return None if there is none."""
+    return of_devices(total, {update.device: update.evaluation for update in updates})
 
 
-def of_devices(told: Mapping[str, Mapping[str, float]]) -> Personal | None:
-    """Summary of device -> metrics of its evaluation; one without examples or a main metric is left out."""
-    found = {
-        device: (main, each.get("examples", 0.0))
-        for device, each in told.items()
-        if (main := metrics.main(each)) is not None and each.get("examples", 0.0) > 0
-    }
-    if not found:
+def of_devices(total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]) -> Personal | None:
+    """Summarise an evaluation, or return None if there is none.
+
+    Args:
+        total: Sum of the devices' evaluations.
+        devices: Device or site -> its evaluation.
+    """
+    main, over = metrics.main(total), metrics.over_devices(total)
+    if total is None or main is None or over is None:
         return None
-    metric = next(iter(found.values()))[0][0]
-    values = metrics.worst_first(metric, (value for (_, value), _ in found.values()))
-    worst = values[: math.ceil(len(values) / 10)]
+    known = {device: found[1] for device, each in sorted(devices.items()) if (found := metrics.main(each)) is not None}
     return Personal(
-        weighted=metrics.joined(metric, ((value, count) for (_, value), count in found.values())),
-        mean=sum(values) / len(values),
-        worst_decile=sum(worst) / len(worst),
-        devices={device: value for device, ((_, value), _) in found.items()},
-        metric=metric.name,
+        weighted=main[1],
+        mean=over.mean,
+        worst_decile=over.worst_decile,
+        deviation=over.deviation,
+        count=over.devices,
+        loss=math.fsum(total.loss) / total.examples,
+        devices=known,
+        metric=main[0].name,
     )
 
 
@@ -111,11 +106,11 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
         if not isinstance(fact, Committed):
             continue
         updates = [answer.update for answer in answers.get(fact.round, ())]
-        loss, counted = fact.metrics.get("check.loss"), fact.round - extra
+        counted, checked = fact.round - extra, personal(fact.evaluation, updates)
         if fact.settled:  # its cost is in the next point's sums
             extra += 1
         else:
-            found.append(Point(counted, clock_s, real_s, boards_s, down, up, energy_j, personal(updates), loss))
+            found.append(Point(counted, clock_s, real_s, boards_s, down, up, energy_j, checked))
             if over or counted >= rounds:
                 return found
         clock_s, real_s = clock_s + fact.took_s, real_s + broken_off_s + at - since

@@ -12,7 +12,6 @@ from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.rollout_log import Kept, RolloutLog
 from fedquilt.coordinator.rollouts import (
-    UNABLE,
     Aborted,
     AnyFact,
     Begun,
@@ -21,10 +20,12 @@ from fedquilt.coordinator.rollouts import (
     Offered,
     Passed,
     Plan,
+    Restarted,
     RolledBack,
     Rollout,
     Seen,
     concerned,
+    format_left_out,
 )
 from fedquilt.coordinator.rollouts import waits as hold_up
 from fedquilt.coordinator.store_rows import served
@@ -210,13 +211,14 @@ def sentence(state: Rollout, fact: AnyFact) -> str:
     """A fact of a rollout as a sentence; `state` is the rollout at that moment or later."""
     match fact:
         case Begun(without=unable):
-            named = ", ".join(unable[:SHOWN]) + (f" and {len(unable) - SHOWN} more" if len(unable) > SHOWN else "")
-            out = f"; left out, as {UNABLE}: {named}" if unable else ""
+            out = f"; left out: {format_left_out(unable, SHOWN)}" if unable else ""
             return f"begun: {state.plan.kind} {state.plan.name}{out}"
         case Offered(number, devices):
             return f"{_name(state.plan, number)}: offered to {_boards(len(devices))}"
         case Heard(device, phase=phase, reason=reason):
             return f"{device} {phase}{f': {reason}' if reason else ''}"
+        case Restarted():
+            return "a coordinator goes on with it"
         case Passed(number, silent):
             without = f", without {_boards(len(silent))} that said nothing" if silent else ""
             return f"{_name(state.plan, number)} passed{without}"

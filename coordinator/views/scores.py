@@ -12,7 +12,7 @@ from fedquilt import checked
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views.progress import Personal
-from fedquilt.core import JobError
+from fedquilt.core import EvaluationSums, JobError
 from fedquilt.data import spec
 from fedquilt.disk import PRIVATE, doing
 
@@ -28,6 +28,7 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: float | None = None  # None: the method does not report it
     state: str = ""  # sha256
     metric: str = "accuracy"  # main metric of the task: a key of `fedquilt.metrics.KNOWN`
+    evaluation: EvaluationSums | None = None  # None: of a stitched network, whose accuracy alone is known
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,11 +40,13 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
     loss: float | None = None  # over all held-out examples; None: the method does not report it
     metric: str = "accuracy"  # as of `Score`
+    deviation: float | None = None  # standard deviation over devices
 
     @staticmethod
-    def of(rounds: int, found: Personal, loss: float | None) -> Held:
+    def of(rounds: int, found: Personal) -> Held:
         """Result from the summary of the devices' values."""
-        return Held(rounds, found.weighted, found.mean, found.worst_decile, loss, found.metric)
+        own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
+        return Held(rounds, *own)
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

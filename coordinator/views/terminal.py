@@ -38,7 +38,7 @@ from fedquilt.coordinator.rollouts import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import costs, log, waits
+from fedquilt.coordinator.views import costs, log, waits, why
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
@@ -70,8 +70,8 @@ class Waiting:
         self._said: object = None
         self._said_s = -math.inf
 
-    def line(self, wait: waits.Wait | None, now_s: float) -> str | None:
-        """Line to print now about a round's wait; None: none."""
+    def line_due(self, wait: waits.Wait | None, now_s: float) -> str | None:
+        """Return the line to print now about a round's wait, or None if there is none or it is too early."""
         if wait is None:
             self._since_s = self._said = None
             return None
@@ -147,7 +147,7 @@ class Console:
         self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
 
     def observe(self, job: Shown, fact: AnyFact) -> None:
-        """Print a fact, or on a terminal show the progress of its round."""
+        """Print an event, or show the progress of its round on a terminal."""
         first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
         if isinstance(fact, Ended):
             del self._tellers[job.id]
@@ -158,19 +158,19 @@ class Console:
             for key in [key for key in self._declines if key[0] == job.id]:
                 del self._declines[key]  # the end names the cause
         elif not isinstance(fact, Surveyed | Asked | Answered):
-            self._tell_declines()
+            self._print_declines()
         if isinstance(fact, Surveyed | Asked | Answered | Declined | Rejected | Closed) and not self._wordy:
             self._status(job)
         else:
             self.say(f"{job.id}: {first}" if self._named else first, *more)
 
     def rolled(self, rollout: Rollout, fact: rollouts.AnyFact) -> None:
-        """Print a fact of a rollout; what single boards say of it only if every fact is printed, or they failed."""
+        """Print an event of a rollout. Print a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rollouts.Heard) or fact.phase in rollouts.FAILED:
             self.say(f"{rollout.id}: {rollout_view.sentence(rollout, fact)}")
 
-    def _tell_declines(self) -> None:
-        """Print why devices failed in the round that goes on or has ended: a few of each code, and how many more."""
+    def _print_declines(self) -> None:
+        """Print the collected refusals of each round: a few of each code, and the number of the others."""
         for (run, round, code), lines in self._declines.items():
             for line in lines[:SINGLY]:
                 self.say(line)
@@ -191,8 +191,8 @@ class Console:
         if (line := self._contact.line(link.connected, link.session)) is not None:
             self.say(line)
 
-    def wait(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
-        """Report the wait of each job's round, once it has lasted a while; `board`: gives what is known of a device."""
+    def report_waits(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
+        """Print what each job's round waits for, once the wait has lasted a while."""
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
             return
@@ -201,11 +201,11 @@ class Console:
         self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
         for job in jobs:
             able = server.registry.able(job.engines, now_s)
-            state, until = server.timed(job.id, now_s, now)
-            wait = waits.waiting(state, job.engines, able.keys(), server.elsewhere(job.id), board, now, until)
+            state, until = server.wall_clock_state(job.id, now_s, now)
+            wait = waits.find_wait(state, job.engines, able.keys(), server.elsewhere(job.id), board, now, until)
             if away := wait is not None and self._contact.away:  # who is online is not known then
                 wait = AWAY
-            line = self._waiting[job.id].line(wait, now_s)
+            line = self._waiting[job.id].line_due(wait, now_s)
             if line is not None and wait is not None:
                 taken = None if away else waits.taken(job.rounds, able.keys(), server.holders(job.id))
                 mend = BROKER if away else taken or (self._mend if wait.kind == "boards" else None)
@@ -238,7 +238,7 @@ class Above(Protocol):
         ...
 
 
-def coordinate(
+def run_coordinator(
     store: Store,
     link: Link,
     fleet: str,
@@ -251,7 +251,7 @@ def coordinate(
     where: Where = Where(),
     site: Above | None = None,
 ) -> None:
-    """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
+    """Run a coordinator until the job `only` has ended, or until SIGINT or SIGTERM arrives.
 
     `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
     signed: it takes messages of boards alone that have proved to be who they say. `metrics` is HOST:PORT, where they
@@ -275,10 +275,14 @@ def coordinate(
         link, fleet, store.depot, store.next_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)
     )
     store.note_signed(identity is not None)
-    counts = Exposed(noted.known)
+    counts = Exposed(noted.boards_with_readings)
 
     def observe(job: Shown, fact: AnyFact) -> None:
         console.observe(job, fact)
+        if isinstance(fact, Closed) and not fact.round:
+            warning = why.warn_of_weights(store, job.job, (each for _, _, each in store.facts(job.id)))
+            if warning is not None:
+                console.say(f"{job.id}: {warning}")
         counts.observe(job, fact)
         if site is not None:
             site.observe(job, fact)
@@ -288,7 +292,7 @@ def coordinate(
         executor, store, observe, only, limits=limits, tell=console.rolled, worker=Thread(), around=around, by_wall=True
     )
     endpoint = server if site is None else site.beside(server)
-    with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
+    with open_metrics.serve_metrics(metrics, counts.families) as place, stopping() as stop:
         if place:
             console.say(f"metrics at {place}")
         if executor.places.served:
@@ -297,7 +301,7 @@ def coordinate(
         def ask() -> bool:
             watch()
             console.contact(link)
-            console.wait(server, noted.board)
+            console.report_waits(server, noted.current_board)
             return stop()
 
         try:
@@ -308,7 +312,7 @@ def coordinate(
             server.goodbye()
 
 
-def tell(
+def print_log(
     store: Store,
     id: str,
     *,
@@ -316,7 +320,7 @@ def tell(
     json: bool = False,
     watch: Callable[[bool], None] = lambda last: None,
 ) -> None:
-    """Print a run's facts with their wall-clock times, and with `follow` later ones until it has ended.
+    """Print a run's events with their wall-clock times, and with `follow` later ones until the run has ended.
 
     Args:
         store: holds the run.
@@ -358,12 +362,16 @@ def tell(
                 print(told)
             return
         hold = store.holds.of(id)
-        wait = waits.Wait(str(hold), hold, "lost") if hold else waits.logged(row, state, waits.known(store.home))
-        if waiting.line(wait, time.monotonic()) is not None and wait is not None and not json:
-            busy = {} if hold else waits.elsewhere(store, id)
+        wait = (
+            waits.Wait(str(hold), hold, "lost")
+            if hold
+            else waits.describe_round_wait(row, state, waits.load_boards(store.home))
+        )
+        if waiting.line_due(wait, time.monotonic()) is not None and wait is not None and not json:
+            busy = {} if hold else waits.devices_of_other_runs(store, id)
             if not hold:
-                wait = waits.logged(row, state, waits.known(store.home), busy.keys()) or wait
-            taken = None if hold else waits.taken(state, waits.surveyed(state), busy)
+                wait = waits.describe_round_wait(row, state, waits.load_boards(store.home), busy.keys()) or wait
+            taken = None if hold else waits.taken(state, waits.surveyed_devices(state), busy)
             mend = taken or (MORE if wait.kind == "boards" else None)
             _tell(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
         time.sleep(0.5)

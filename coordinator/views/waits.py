@@ -26,29 +26,30 @@ class Wait(NamedTuple):
 
     text: str  # as a sentence's end
     key: Hashable  # stays the same while only time passes
-    kind: Literal["boards", "lost", "working"]  # more boards; boards that are offline or silent; boards at work
+    # more devices; plug-ins on devices; devices that are offline or silent; devices at work
+    kind: Literal["boards", "plugins", "lost", "working"]
 
 
-def elsewhere(store: Store, run: str) -> dict[str, str]:
-    """Devices that other running jobs of a store have asked and not heard, by their logs, with the run of each."""
+def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
+    """Return the devices at work for other running jobs of a store, with the run of each."""
     found = dict[str, str]()
     for row in store.jobs():
         if row.id != run and row.status == "running":
             with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= dict.fromkeys(replayed(row, store.facts(row.id)).asked, row.id)
+                found |= dict.fromkeys(replay(row, store.facts(row.id)).asked, row.id)
     return found
 
 
-def replayed(row: Row, facts: Iterable[tuple[int, float, AnyFact]]) -> Rounds:
-    """State of a run after these facts, with times in wall-clock seconds."""
+def replay(row: Row, facts: Iterable[tuple[int, float, AnyFact]]) -> Rounds:
+    """Return the job state after these events, with times in wall-clock seconds."""
     state = Rounds(Plan.of(row.job))
     for _, at, fact in facts:
         state = apply(state, fact, at)
     return state
 
 
-def of(row: Row, store: Store) -> str | None:
-    """Sentence on what a running, held, armed or unapproved job waits for; None: it does not wait, or does not run."""
+def describe_wait(row: Row, store: Store) -> str | None:
+    """Return what a running, held, armed or unapproved run waits for, or None if it does not wait."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt approve {row.id} --home {store.home}`"
     if row.status == ARMED:
@@ -61,36 +62,38 @@ def of(row: Row, store: Store) -> str | None:
         return None
     if row.origin == "run" and (away := devices.away(store.home, time.time())):
         return f"{away}: what is known of boards is as of then"
-    state = replayed(row, store.facts(row.id))
+    state = replay(row, store.facts(row.id))
     if state.phase not in ("selecting", "open"):
         return None
-    wait = logged(row, state, known(store.home), elsewhere(store, row.id).keys())
+    wait = describe_round_wait(row, state, load_boards(store.home), devices_of_other_runs(store, row.id).keys())
     return None if wait is None else wait.text
 
 
-def known(home: Path) -> dict[str, Board]:
-    """Boards of a home by name, as their coordinator has noted them."""
+def load_boards(home: Path) -> dict[str, Board]:
+    """Return the boards of a home by name, as the coordinator has stored them."""
     with BoardStore(home) as store:
         return {each.device: each for each in store.boards()}
 
 
-def logged(row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()) -> Wait | None:
-    """Return what the running round of a log waits for, or None if all its devices are at work.
+def describe_round_wait(
+    row: Row, state: Rounds, boards: Mapping[str, Board], busy: AbstractSet[str] = frozenset()
+) -> Wait | None:
+    """Return what the round of a job's log waits for, or None as `find_wait` does.
 
     Args:
-        row: the run.
-        state: of its log, with times in wall-clock seconds.
-        boards: as of `known`.
-        busy: devices that other jobs have.
+        row: The job.
+        state: State of the job's log, with times in wall-clock seconds.
+        boards: The devices of the home by name.
+        busy: Devices that other jobs have leased.
     """
     try:
         engines = (row.job.engine,) if row.job.engine else methods.load(row.job.method).engines
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
-    return waiting(state, engines, surveyed(state), busy, boards.get, time.time(), rounds.next_s(state))
+    return find_wait(state, engines, surveyed_devices(state), busy, boards.get, time.time(), rounds.next_s(state))
 
 
-def surveyed(state: Rounds) -> set[str]:
+def surveyed_devices(state: Rounds) -> set[str]:
     """Return the devices of a log that can run the job and were online at its last survey."""
     return {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
 
@@ -102,7 +105,7 @@ def _online(store: Store) -> Iterator[tuple[Board, Reading]]:
             yield each.board, each.reading
 
 
-def waiting(
+def find_wait(
     state: Rounds,
     engines: Sequence[str],
     able: Collection[str],
@@ -113,7 +116,8 @@ def waiting(
 ) -> Wait | None:
     """Return what the running round waits for, or None if all its devices are at work, or nothing runs.
 
-    Devices at work are named once another has answered.
+    Return None if no round is selecting or open. Return None as well until the first update arrives, if no selected
+    device is offline, silent or at another job's task.
 
     Args:
         state: of the run.
@@ -127,24 +131,40 @@ def waiting(
     if state.phase not in ("selecting", "open"):
         return None
     if state.asked:
-        return _unanswered(state, able, busy, board, now, until)
+        return _wait_for_asked(state, able, busy, board, now, until)
+    lacking = [device for device, code in state.passed.items() if eligibility.key(code) == "plugin"]
+    able = set(able).difference(lacking)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
-        text = f"{there}, at least {rounds.needed(state)} needed"
-        return Wait(text, text, "boards")
+        least = rounds.needed(state) - len(able)
+        text = f"{there}, at least {rounds.needed(state)} needed{_lacking(state, lacking)}"
+        return Wait(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
     if rounds.all_declined(state):  # the round ends within seconds: nobody could start a device until then
         text = f"other devices: {names(sorted(state.declined))} declined"
-        return Wait(f"{text}{_limit(until, now)}", text, "lost")
-    want = rounds.wanted(state, set(able) - state.passed.keys())
-    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {rounds.quorum(state, want)}"
-    return Wait(f"{text}{_limit(until, now)}", text, "boards")
+        return Wait(f"{text}{_format_deadline(until, now)}", text, "lost")
+    want = rounds.updates_to_close(state, able - state.passed.keys())
+    quorum = rounds.quorum(state, want)
+    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
+    kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
+    return Wait(f"{text}{_format_deadline(until, now)}{_lacking(state, lacking)}", text, kind)
 
 
-def _unanswered(
+def _lacking(state: Rounds, devices: Sequence[str]) -> str:
+    """Return which of these devices lack which plug-in, and the fix, as the end of a sentence."""
+    by_code = dict[str, list[str]]()
+    for device in sorted(devices):
+        by_code.setdefault(state.passed[device], []).append(device)
+    return "".join(
+        f"; not {names(found)}, {'each of which' if len(found) > 1 else 'which'} {eligibility.told(code)}"
+        for code, found in sorted(by_code.items())
+    )
+
+
+def _wait_for_asked(
     state: Rounds,
     able: Collection[str],
     busy: AbstractSet[str],
@@ -152,10 +172,10 @@ def _unanswered(
     now: float,
     until: float,
 ) -> Wait | None:
-    """What is known of the devices that have been asked and have not answered."""
+    """Return the wait for devices that have a task and no update, or None if all seem to be at work."""
     lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
     for device in sorted(state.asked):
-        if (why := _lost(device, able, busy, board(device), now)) is None:
+        if (why := _lost_reason(device, able, busy, board(device), now)) is None:
             work.append(device)
         else:
             lost.setdefault(why, []).append(device)
@@ -163,7 +183,7 @@ def _unanswered(
         return None
     parts = [f"{names(devices)}, {why}" for why, devices in lost.items()]
     rest = ""
-    if work and lost and _goes_on_without(state, able, board, [device for each in lost.values() for device in each]):
+    if work and lost and _closes_without(state, able, board, [device for each in lost.values() for device in each]):
         parts, rest = [], f", not for {'; '.join(parts)}"
     if work and (state.answered or rest):
         since = min(state.asked_s.get(device, state.opened_s) for device in work)
@@ -172,33 +192,37 @@ def _unanswered(
         )
     groups = [(why.partition(" ")[0], *devices) for why, devices in lost.items()]
     key = tuple(groups or work)
-    return Wait(f"{'; '.join(parts)}{_limit(until, now)}{rest}", key, "lost" if lost else "working")
+    return Wait(f"{'; '.join(parts)}{_format_deadline(until, now)}{rest}", key, "lost" if lost else "working")
 
 
-def _goes_on_without(
+def _closes_without(
     state: Rounds, able: Collection[str], board: Callable[[str], Board | None], lost: Collection[str]
 ) -> bool:
-    """Return whether a round closes once the other devices that it asked have answered, as none of `lost` can."""
+    """Return whether the round closes without the `lost` devices, once all others have answered."""
     if any((known := board(device)) is None or known.online for device in lost):
         return False
     gone = frozenset(lost)
-    return len(state.answered) + len(state.asked - gone) >= rounds.quorum(state, rounds.wanted(state, able, gone))
+    return len(state.answered) + len(state.asked - gone) >= rounds.quorum(
+        state, rounds.updates_to_close(state, able, gone)
+    )
 
 
-def _limit(until: float, now: float) -> str:
-    """The round's deadline, if it is known."""
+def _format_deadline(until: float, now: float) -> str:
+    """Return the round's deadline as text, or "" if it is not known or over."""
     left_s = until - now
-    return f", until {units.time_of_day(until, now)} ({left_s:.0f} s)" if 0 < left_s < math.inf else ""
+    return f", until {units.format_time_of_day(until, now)} ({left_s:.0f} s)" if 0 < left_s < math.inf else ""
 
 
-def _lost(device: str, able: Collection[str], busy: AbstractSet[str], board: Board | None, now: float) -> str | None:
-    """Why no update of a device is under way, as far as is known; None: it is at work."""
+def _lost_reason(
+    device: str, able: Collection[str], busy: AbstractSet[str], board: Board | None, now: float
+) -> str | None:
+    """Return why a device is not working on its task, or None if it seems to be at work."""
     if device in busy:
         return "at other jobs' tasks"
     if board is None:
         return None if device in able else "offline"
     if not board.online:
-        since = "" if board.since is None else f" since {units.time_of_day(board.since, now)}"
+        since = "" if board.since is None else f" since {units.format_time_of_day(board.since, now)}"
         return f"{'silent' if board.silent else 'offline'}{since}"
     if board.quiet and board.seen is not None:
         return f"last heard {units.duration(now - board.seen)} ago"
@@ -210,7 +234,7 @@ def taken(state: Rounds, able: Collection[str], busy: Mapping[str, str]) -> str 
 
     Args:
         state: of a run that waits.
-        able: as of `waiting`.
+        able: as of `find_wait`.
         busy: devices that other jobs have, with the run of each.
     """
     if state.asked:
@@ -220,7 +244,7 @@ def taken(state: Rounds, able: Collection[str], busy: Mapping[str, str]) -> str 
         fit = frozenset(able) - passed - state.declined.keys() - state.answered.keys()
         least = rounds.needed(state)
         if state.phase == "open":
-            least = rounds.quorum(state, rounds.wanted(state, set(able) - passed)) - len(state.answered)
+            least = rounds.quorum(state, rounds.updates_to_close(state, set(able) - passed)) - len(state.answered)
         found, lacking = fit & busy.keys(), least - len(fit)
     if not found or lacking > 0:
         return None

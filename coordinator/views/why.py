@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from fedquilt.coordinator import cohort, eligibility
+from fedquilt.coordinator import claims, cohort, eligibility, limits
 from fedquilt.coordinator.boards import Doing
 from fedquilt.coordinator.facts import (
     Answered,
@@ -22,6 +22,7 @@ from fedquilt.coordinator.facts import (
     apply,
 )
 from fedquilt.coordinator.plan import Plan
+from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log
 from fedquilt.coordinator.views.devices import look
@@ -48,7 +49,7 @@ def of(store: Store, run: str) -> Parts:
     row = store.job(run)
     told = Parts(Plan.of(row.job))
     for _, _, fact in store.facts(row.id):
-        told.add(fact)
+        told.add_fact(fact)
     if store.standing(row) == "running":
         _hold(
             told.found,
@@ -56,6 +57,34 @@ def of(store: Store, run: str) -> Parts:
             {each.board.device: doing for each in look(store.home) if (doing := each.board.doing)},
         )
     return told
+
+
+def warn_of_weights(store: Store, job: Job, facts: Iterable[AnyFact]) -> str | None:
+    """Return a warning that one device of a job can outweigh the others, or None.
+
+    A home without certificates and limits.toml gets none: whoever reaches its broker can speak for any device anyway.
+
+    Args:
+        store: The store of the home.
+        job: Settings of the job.
+        facts: Log of the job.
+    """
+    bounded = job.cohort.max_examples is not None or job.method == "robust"
+    if bounded or not (store.signed() or (store.home / limits.FILE).exists()):
+        return None
+    devices, by_examples = set[str](), False
+    for fact in facts:
+        match fact:
+            case Surveyed(eligible=found) | Asked(devices=found):
+                devices.update(found)
+            case Answered(update=update):
+                by_examples = by_examples or update.weight != 1.0
+    if not by_examples or len(devices) > claims.ENOUGH:
+        return None
+    return (
+        f"one device can outweigh the others: of {len(devices)} devices no median bounds the weight by examples. Set "
+        "[cohort] max_examples to the most examples that a device has"
+    )
 
 
 def _hold(found: Mapping[int, dict[str, Part]], run: str, doing: Mapping[str, Doing]) -> None:
@@ -77,7 +106,7 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     """Round -> device -> its part in it, for the devices known by then; a later fact replaces an earlier one."""
     told = Parts(plan)
     for fact in facts:
-        told.add(fact)
+        told.add_fact(fact)
     return told.found
 
 
@@ -93,8 +122,8 @@ class Parts:
         self.found: dict[int, dict[str, Part]] = {}  # as of `parts`; whoever follows a run may drop earlier rounds
         self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
 
-    def add(self, fact: AnyFact, at: float = 0.0) -> None:
-        """Let the next fact of the run count, written at a time in wall-clock seconds."""
+    def add_fact(self, fact: AnyFact, at: float = 0.0) -> None:
+        """Apply the run's next event to the parts of its devices."""
         state, found = self.state, self.found
         match fact:
             case Asked():

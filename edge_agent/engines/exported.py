@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt import config, metrics
-from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError
+from fedquilt import config, graph_check, metrics
+from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError, TaskKind
 from fedquilt.data import inputs, reading
 from fedquilt.edge_agent.engines import training
-from fedquilt.metrics import TaskKind
+from fedquilt.graph_check import Shape
 
 
 class Exported(NamedTuple):
@@ -43,8 +43,8 @@ class Exported(NamedTuple):
         return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
 
 
-def read(facts: Mapping[str, str]) -> Exported:
-    """Read the metadata of a graph.
+def read_metadata(facts: Mapping[str, str]) -> Exported:
+    """Return the metadata of an exported graph.
 
     Raises:
         ModelError: they are not as `fedquilt export` writes them.
@@ -56,7 +56,7 @@ def read(facts: Mapping[str, str]) -> Exported:
     if tables["network"] is not None:
         _require_network(tables["network"])
     settings = tables["reading"] or {}
-    _require_reading(settings)
+    _require_reading_settings(settings)
     return Exported(tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)), settings)
 
 
@@ -79,11 +79,12 @@ def _require_input(table: Any, name: str) -> None:
         raise _odd(name, error) from None
 
 
-def _require_reading(settings: Mapping[str, Any]) -> None:
+def _require_reading_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError if a reading setting is unknown or invalid."""
     if odd := sorted(settings.keys() - reading.SETTINGS):
         raise _odd("reading", f"unknown key {odd[0]!r}")
     try:
-        reading.spec_of(settings, {"path": "."})
+        reading.spec_with_settings(settings, {"path": "."})
     except JobError as error:
         raise _odd("reading", error) from None
 
@@ -95,16 +96,26 @@ def _odd(name: str, why: object = None) -> ModelError:
     )
 
 
-def require_shape(made: np.ndarray, wanted: tuple[int | None, ...]) -> None:
-    """Check that prepared examples (n, ...) are what a graph takes; None: a size that the graph does not state.
+def require_shape(made: np.ndarray, wanted: Shape) -> None:
+    """Check that prepared examples (n, ...) are what a graph takes. See `fedquilt.graph_check.Shape`.
 
     Raises:
         DataError: they are not; says both shapes.
     """
     given = made.shape[1:]
-    if len(given) != len(wanted) or any(size not in (None, own) for own, size in zip(given, wanted, strict=True)):
-        shape = ", ".join("any" if size is None else str(size) for size in wanted)
-        raise DataError(f"the network takes inputs of shape ({shape}), and the data here are of shape {given}")
+    if not graph_check.fits(given, wanted):
+        shape = graph_check.format_shape(wanted)
+        raise DataError(f"the network takes inputs of shape {shape}, and the data here are of shape {given}")
+
+
+def require_scores(scores: np.ndarray) -> None:
+    """Check that each example has a largest score. A label that never wins scores -inf.
+
+    Raises:
+        ModelError: If a score is NaN or infinite, or all scores of an example are -inf.
+    """
+    if np.isnan(scores).any() or not np.isfinite(scores.max(axis=1, initial=-np.inf)).all():
+        raise ModelError("the network answers with numbers that are not finite: export it anew, or check its weights")
 
 
 def _json(facts: Mapping[str, str], name: str, kind: type) -> Any:

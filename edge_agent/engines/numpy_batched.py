@@ -49,7 +49,7 @@ class BatchedNumpyEngine(Together, NumpyEngine):
                 for index, loss in enumerate(losses.tolist()):
                     if index not in failed:
                         try:
-                            accounts[index].took(loss, len(batch))
+                            accounts[index].add_step(loss, len(batch))
                         except UpdateError as error:  # the others go on
                             failed[index] = error
                 descent.step(gradient)

@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from fedquilt import config, metrics, tensors
-from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Tensors
+from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobError, ModelError, TaskKind, Tensors
 from fedquilt.edge_agent.engines import objectives, training
-from fedquilt.metrics import TaskKind
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
 EVALUATED_AT_ONCE = 1024
@@ -54,11 +53,11 @@ def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
         ModelError: not a network of this engine.
     """
     rng = tensors.rng("mlp", seed)
-    made, bound = {}, 0.0
-    for name, shape in network_of(network).shapes.items():
-        if name.endswith("weight"):
-            bound = 1 / math.sqrt(shape[1])
-        made[name] = rng.uniform(-bound, bound, shape).astype(np.float32)
+    made, shapes = {}, iter(network_of(network).shapes.items())
+    for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
+        bound = 1 / math.sqrt(shape[1])
+        made[weight] = rng.uniform(-bound, bound, shape).astype(np.float32)
+        made[bias] = rng.uniform(-bound, bound, size).astype(np.float32)
     return made
 
 
@@ -100,14 +99,14 @@ class NumpyEngine:
         for order in training.orders(len(examples), fit.epochs, rng):
             for batch in training.batches(order, fit.batch):
                 loss, gradient = _gradient(network, model, examples, batch, at_once, hooks)
-                steps.took(loss, len(batch))
+                steps.add_step(loss, len(batch))
                 descent.step(gradient)
         return model, steps.metrics()
 
     @np.errstate(invalid="ignore", over="ignore")
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
-    ) -> dict[str, float]:
+    ) -> EvaluationSums:
         """See `fedquilt.core.Trainer`."""
         _require_able(hooks)
         mlp, model = _load(network, model)
@@ -116,7 +115,7 @@ class NumpyEngine:
         for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE, copies=1)):
             scores = forward(model, _inputs(network, examples.x[rows], hooks))[-1]
             found.add(scores, examples.y[rows], float(objectives.losses(mlp.task, scores, examples.y[rows])[0].sum()))
-        return found.metrics()
+        return found.sums()
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(

@@ -1,12 +1,13 @@
-"""Objectives of each task: targets that fit, a loss, and the metrics of an evaluation. numpy only.
+"""Objectives of each task: targets that fit, a loss, and the sums of an evaluation. numpy only.
 
-| task | targets `y` | loss of an example | metrics besides "loss" |
-|---|---|---|---|
-| classes | (n,) int64 | cross-entropy | accuracy |
-| regression | (n, k) float32 | mean over outputs of the squared error | rmse, mae, r2 |
-| labels | (n, k) uint8, 0 or 1 | mean over outputs of binary cross-entropy | label_accuracy, exact_match, macro_f1 |
+| task | targets `y` | loss of an example |
+|---|---|---|
+| classes | (n,) int64 | cross-entropy |
+| regression | (n, k) float32 | mean over outputs of the squared error |
+| labels | (n, k) uint8, 0 or 1 | mean over outputs of binary cross-entropy |
 
-The torch engines compute the same losses (`torch_objectives`); the metrics are computed here for every engine.
+The torch engines compute the same losses (`torch_objectives`). The sums are made here for every engine, and
+`fedquilt.evaluation` computes metrics from them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedquilt.core import DataError, DivergedError
+from fedquilt import evaluation
+from fedquilt.core import DETAILED, DataError, DivergedError, EvaluationSums
 from fedquilt.data.readers.base import class_problem
 
 if TYPE_CHECKING:
-    from fedquilt.core import Examples
-    from fedquilt.metrics import TaskKind
+    from fedquilt.core import Examples, TaskKind
 
 ADVICE = "set `task` in [data] and [model] alike"
 
 
 def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes") -> None:
-    """Check that examples have targets of the task, as many as the network has outputs.
+    """Raise DataError if examples lack targets of the task, or do not have one for each output.
 
     Raises:
         DataError: they do not fit; names both sides.
@@ -77,65 +78,112 @@ def losses(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarra
 
 
 class Evaluation:
-    """Running sums of an evaluation, batch by batch, and its metrics.
+    """Sums of an evaluation, batch by batch.
 
     Args:
-        task: kind of prediction.
+        task: Kind of prediction.
     """
 
-    def __init__(self, task: TaskKind = "classes") -> None:
-        self._task = task
-        self._examples, self._loss, self._right = 0, 0.0, 0
-        self._scores: list[np.ndarray] = []  # of other tasks than classes: macro F1 and R² need all at once
-        self._targets: list[np.ndarray] = []
+    def __init__(self, task: TaskKind) -> None:
+        self._task, self._examples, self._whole = task, 0, 0
+        self._losses: list[float] = []
+
+    def _begin(self, outputs: int) -> None:
+        task, detailed = self._task, outputs if outputs <= DETAILED else 0
+        self._outputs, self._bins = outputs, evaluation.bins_of(outputs)
+        self._counts = np.zeros(evaluation.counts_of(task, outputs), np.int64)
+        self._scores = np.zeros(evaluation.scores_of(task, outputs), np.int64)
+        self._absolute: Parts = ()
+        self._squares: list[Parts] = [()] * (detailed or 1)
+        self._targets: list[Parts] = [()] * detailed
+        self._target_squares: list[Parts] = [()] * detailed
 
     def add(self, scores: np.ndarray, y: np.ndarray, loss: float) -> None:
         """Add one batch: scores (n, outputs), targets as of the task, and the sum of the examples' losses."""
+        if not self._examples:
+            self._begin(scores.shape[1])
         self._examples += len(y)
-        self._loss += loss
-        if self._task == "classes":
-            self._right += int((scores.argmax(axis=1) == y).sum())
+        self._losses.append(float(loss))
+        if not math.isfinite(loss):  # `sums` refuses it
+            return
+        if self._task == "regression":
+            self._add_errors(np.asarray(scores, np.float64), np.asarray(y, np.float64))
+        elif self._task == "labels":
+            self._add_labels(scores, y > 0)
         else:
-            self._scores.append(np.asarray(scores, np.float64))
-            self._targets.append(np.asarray(y, np.float64))
+            self._add_classes(scores, y.astype(np.int64))
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics so far: "examples", "loss" (mean) and the task's; without examples only their number, 0.
+    def _add_classes(self, scores: np.ndarray, y: np.ndarray) -> None:
+        found, outputs = scores.argmax(axis=1), self._outputs
+        if outputs > DETAILED:
+            right = found == y
+            for place, classes in enumerate((y[right], found[~right], y[~right])):
+                self._counts[place::3] += np.bincount(classes, minlength=outputs)
+            return
+        self._counts += np.bincount(y * outputs + found, minlength=outputs**2)
+        shifted = np.asarray(scores, np.float64) - scores.max(axis=1, keepdims=True)
+        powers = np.exp(shifted)
+        others = powers.sum(axis=1, keepdims=True) - powers
+        with np.errstate(divide="ignore"):
+            logits = shifted - np.log(np.maximum(others, 0))
+        self._add_scores(logits, np.arange(outputs) == y[:, None])
+
+    def _add_labels(self, scores: np.ndarray, y: np.ndarray) -> None:
+        found = scores > 0
+        self._whole += int((found == y).all(axis=1).sum())
+        for place, each in enumerate((found & y, found & ~y, ~found & y)):
+            self._counts[place::3] += each.sum(axis=0)
+        if self._bins:
+            self._add_scores(np.asarray(scores, np.float64), y)
+
+    def _add_scores(self, logits: np.ndarray, y: np.ndarray) -> None:
+        """Add log-odds of each output (n, outputs) to the histograms, and whether each is true."""
+        most = evaluation.LOGIT_MOST
+        places = (np.clip(logits, -most, most) + most) * (self._bins / (2 * most))
+        places = np.minimum(places.astype(np.int64), self._bins - 1)
+        flat = (2 * np.arange(self._outputs) + ~y) * self._bins + places
+        self._scores += np.bincount(flat.ravel(), minlength=self._scores.size)
+
+    def _add_errors(self, found: np.ndarray, y: np.ndarray) -> None:
+        error = found - y
+        self._absolute = _plus(self._absolute, np.abs(error))
+        squares = np.square(error)
+        if not self._targets:
+            self._squares = [_plus(self._squares[0], squares)]
+            return
+        for sums, terms in ((self._squares, squares), (self._targets, y), (self._target_squares, np.square(y))):
+            sums[:] = [_plus(sum, column) for sum, column in zip(sums, terms.T, strict=True)]
+
+    def sums(self) -> EvaluationSums:
+        """Return the sums of all batches.
 
         Raises:
-            DivergedError: the loss is not finite.
+            DivergedError: If the loss is not finite.
         """
         if not self._examples:
-            return {"examples": 0.0}
-        if not math.isfinite(self._loss):
+            return EvaluationSums(examples=0, task=self._task)
+        if not math.isfinite(loss := sum(self._losses)):
             raise DivergedError(
-                f"the loss of the model on {self._examples} held-out examples is {self._loss}: it is of no use"
+                f"the loss of the model on {self._examples} held-out examples is {loss}: it is of no use"
             )
-        if self._task == "classes":
-            own = {"accuracy": self._right / self._examples}
-        else:
-            scores, y = np.concatenate(self._scores), np.concatenate(self._targets)
-            own = _regression(scores, y) if self._task == "regression" else _labels(scores > 0, y > 0)
-        return {"examples": float(self._examples), **own, "loss": self._loss / self._examples}
+        regression = self._task == "regression"
+        return EvaluationSums(
+            examples=self._examples,
+            task=self._task,
+            outputs=self._outputs,
+            loss=evaluation.exact_sum(self._losses),
+            counts=evaluation.pack_counts(self._counts.tolist()),
+            whole=self._whole,
+            scores=evaluation.pack_counts(self._scores.tolist()),
+            absolute=self._absolute,
+            squares=tuple(self._squares) if regression else (),
+            targets=tuple(self._targets) if regression else (),
+            target_squares=tuple(self._target_squares) if regression else (),
+        )
 
 
-def _regression(found: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """RMSE and MAE over all outputs; R² is the mean over outputs that vary, and left out where none does."""
-    error = found - y
-    told = {"rmse": float(np.sqrt(np.square(error).mean())), "mae": float(np.abs(error).mean())}
-    spread = np.square(y - y.mean(axis=0)).sum(axis=0)
-    varying = spread > 0
-    if varying.any():
-        left = np.square(error).sum(axis=0)[varying] / spread[varying]
-        told["r2"] = float(1 - left.mean())
-    return told
+Parts = tuple[float, ...]  # of an exact sum
 
 
-def _labels(found: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Label metrics. Macro F1 is the mean over labels that occur in targets or predictions; left out without any."""
-    same = found == y
-    told = {"label_accuracy": float(same.mean()), "exact_match": float(same.all(axis=1).mean())}
-    both, either = (found & y).sum(axis=0), found.sum(axis=0) + y.sum(axis=0)
-    if either.any():
-        told["macro_f1"] = float((2 * both[either > 0] / either[either > 0]).mean())
-    return told
+def _plus(parts: Parts, terms: np.ndarray) -> Parts:
+    return evaluation.exact_sum([*parts, *terms.ravel().tolist()])

@@ -32,10 +32,10 @@ import numpy as np
 import onnxruntime as ort
 
 from fedquilt import footprint, heap
-from fedquilt.core import MemoryBudgetError, ModelError, shorten_error
+from fedquilt.core import DataError, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.edge_agent.engines.onnx_places import Places
-from fedquilt.graph_check import Graph
+from fedquilt.graph_check import Graph, Shape
 
 BASE_BYTES = footprint.need_bytes("onnx", 0)  # resident beside weights and activations
 LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
@@ -52,6 +52,14 @@ PLENTY_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks a
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
 SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
+FLOAT = "tensor(float)"
+TYPES = {  # ONNX Runtime's names of types -> numpy's
+    FLOAT: "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(bool)": "bool",
+    **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
 FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
 
 
@@ -68,6 +76,7 @@ class Loaded(NamedTuple):
 
     session: Any
     plan: Plan
+    answers: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> shape of its answer, once it was run
 
 
 class OnnxEngine:
@@ -115,14 +124,16 @@ class OnnxEngine:
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """Run the graph: its only output for its only input, (n, ...) -> (n, ...), float32.
 
+        Inputs of a graph that takes another type than float32 are cast to it, and outputs to float32.
+
         Raises:
             ModelError: no such graph, not ONNX, not permitted, weights missing, or another input shape.
             MemoryBudgetError: not even one example fits beside the weights.
         """
         loaded = self._load(graph)
         plan = loaded.plan
-        with _named(graph):
-            shape = _answer_shape(loaded.session, x)
+        with _translate_errors(graph):
+            shape = _answer_shape(loaded, x)
         size = self._batch(plan, 0, 0)
         around = 0
         if len(x) > size:  # examples and answers need room beside the micro-batch
@@ -130,9 +141,9 @@ class OnnxEngine:
             size = self._batch(plan, around, 0)
         self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
         y = np.empty((len(x), *shape), np.float32)
-        with _named(graph):
+        with _translate_errors(graph):
             for first in range(0, len(x), size):
-                self._run(graph, np.ascontiguousarray(x[first : first + size], np.float32), y[first : first + size])
+                self._run(graph, _cast(loaded.session, x[first : first + size]), y[first : first + size])
         return y
 
     @property
@@ -191,14 +202,21 @@ class OnnxEngine:
         """
         return onnx_session.checked(graph).metadata
 
-    def input_shape(self, graph: Path) -> tuple[int | None, ...]:
-        """Shape of one example as the graph states it; None: of a size that it does not state.
+    def input_shape(self, graph: Path) -> Shape:
+        """Shape of one example as the graph declares it. See `fedquilt.graph_check.Shape`.
+
+        Raises:
+            ModelError: as `facts`.
+        """
+        return onnx_session.checked(graph).input_shape
+
+    def input_type(self, graph: Path) -> np.dtype[Any]:
+        """Type of the graph's input.
 
         Raises:
             ModelError, MemoryBudgetError: as `run`.
         """
-        session, _ = self._load(graph)
-        return tuple(size if isinstance(size, int) else None for size in session.get_inputs()[0].shape[1:])
+        return _input_type(self._load(graph).session)
 
     def input_name(self, graph: Path) -> str:
         """Name of the graph's input.
@@ -232,9 +250,9 @@ class OnnxEngine:
         held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
         while self._kept and held > KEPT * self._room_bytes:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
-        with _named(graph):
+        with _translate_errors(graph):
             session = self._session(graph, roomy=plan.roomy)
-        self._kept[graph] = loaded = Loaded(session, plan)
+        self._kept[graph] = loaded = Loaded(session, plan, {})
         return loaded
 
     def _plan(self, graph: Path, checked: Graph) -> Plan:
@@ -280,13 +298,19 @@ class OnnxEngine:
         session = loaded.session
         bound = session.io_binding()
         bound.bind_cpu_input(session.get_inputs()[0].name, x)
-        bound.bind_output(session.get_outputs()[0].name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
+        output = session.get_outputs()[0]
+        if output.type == FLOAT:
+            bound.bind_output(output.name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
+        else:
+            bound.bind_output(output.name, "cpu")
         options = None
         if self._places.on_gpu and not loaded.plan.roomy:
             options = ort.RunOptions()
             options.add_run_config_entry(SHRINK, "gpu:0")
         try:
             session.run_with_iobinding(bound, options)
+            if output.type != FLOAT:
+                (y[...],) = bound.copy_outputs_to_cpu()
         except Exception as error:
             if not self._places.tensorrt_failed(error):
                 raise
@@ -294,13 +318,41 @@ class OnnxEngine:
             self._run(graph, x, y)
 
 
-def _answer_shape(session: Any, x: np.ndarray) -> tuple[int, ...]:
+def _answer_shape(loaded: Loaded, x: np.ndarray) -> tuple[int, ...]:
     """Shape of one example's answer: from the graph, or by running the first example."""
+    session = loaded.session
     said = session.get_outputs()[0].shape[1:]
-    if all(isinstance(size, int) for size in said):
+    if said and all(isinstance(size, int) for size in said):
         return tuple(said)
-    first = np.ascontiguousarray(x[:1], np.float32)
-    return tuple(session.run(None, {session.get_inputs()[0].name: first})[0].shape[1:])
+    if x.shape[1:] not in loaded.answers:
+        found = np.shape(session.run(None, {session.get_inputs()[0].name: _cast(session, x[:1])})[0])
+        if found[:1] != (1,):
+            raise ModelError(
+                f"it answers one example with an array of shape {found}: export it with the examples as the first axis "
+                "of its output too"
+            )
+        loaded.answers[x.shape[1:]] = found[1:]
+    return loaded.answers[x.shape[1:]]
+
+
+def _input_type(session: Any) -> np.dtype[Any]:
+    return np.dtype(TYPES[session.get_inputs()[0].type])
+
+
+def _cast(session: Any, x: np.ndarray) -> np.ndarray:
+    """Contiguous examples in the type that the graph takes.
+
+    Raises:
+        DataError: it takes whole numbers, and the examples are others.
+    """
+    wanted = _input_type(session)
+    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
+        made = np.ascontiguousarray(x, wanted)
+    if wanted.kind not in "f" and not np.array_equal(made, x):
+        raise DataError(
+            f"the network takes {wanted}, and the data here are not whole numbers in the range of that type"
+        )
+    return made
 
 
 def _return_large_pieces(budget_bytes: int, *, keep: bool) -> None:
@@ -328,11 +380,11 @@ def _return_small_pieces() -> None:
 
 
 @contextlib.contextmanager
-def _named(graph: Path) -> Iterator[None]:
-    """Turn the runtime's errors, which have no common base, into ours with the graph's name."""
+def _translate_errors(graph: Path) -> Iterator[None]:
+    """Raise errors of ONNX Runtime as ModelError or MemoryBudgetError, with the graph's name."""
     try:
         yield
-    except (ModelError, MemoryBudgetError):
+    except (DataError, ModelError, MemoryBudgetError):
         raise
     except MemoryError:
         raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory") from None

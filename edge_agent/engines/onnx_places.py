@@ -80,7 +80,7 @@ class Places:
             except Exception as error:
                 if place == len(wanted) or isinstance(error, ModelError) or _of_the_board(error):
                     raise
-                failed.append((wanted[place], _reason(error)))
+                failed.append((wanted[place], _error_in_brackets(error)))
         failed += [(name, "") for name in wanted[place:] if name not in made.get_providers()]
         for name, reason in failed:
             self._leave(name, reason)
@@ -91,7 +91,7 @@ class Places:
         """Whether TensorRT has failed in a run, by its error; it is left out then."""
         if TENSORRT not in self._chosen() or _of_the_board(error) or not _TRT.search(str(error)):
             return False
-        self._leave(TENSORRT, _reason(error))
+        self._leave(TENSORRT, _error_in_brackets(error))
         return True
 
     def _chosen(self) -> list[str]:
@@ -147,5 +147,6 @@ def _of_the_board(error: Exception) -> bool:
     return exhausted.is_of_memory(error) or exhausted.tells_of_gpu(str(error))
 
 
-def _reason(error: Exception) -> str:
+def _error_in_brackets(error: Exception) -> str:
+    """Return an error's text in brackets, or its type if it has none."""
     return f" ({shorten_error(str(error)) or type(error).__name__})"

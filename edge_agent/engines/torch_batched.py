@@ -172,7 +172,7 @@ class _Graph:
         for index, (account, loss, count) in enumerate(zip(self._accounts, losses, counts, strict=True)):
             if index not in self._failed:
                 try:
-                    account.took(loss, count)
+                    account.add_step(loss, count)
                 except Exception as error:
                     self._failed[index] = error
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fedquilt import footprint, metrics
-from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
+from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import gpu, objectives, torch_objectives, torch_recompute, torch_step, training
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry, tensor_register
@@ -117,11 +117,11 @@ class TorchEngine:
         orders = training.orders(len(examples), fit.epochs, rng)
         half = self._half if fit.mixed else None
         with _repeatable(int(rng.integers(2**53))):
-            model, probe = self._load(network, start, examples, hooks, half)
+            model, probe = self._build_model(network, start, examples, hooks, half)
             model.train()
-            torch_step.hold_still(model, hooks)
+            torch_step.freeze_statistics(model, hooks)
             torch_recompute.settle(model)
-            anchors = torch_step.anchored(model, hooks)
+            anchors = torch_step.anchor_tensors(model, hooks)
             moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
             room_bytes = probe.room(self._room_bytes, anchors=len(anchors), moving=1 + moments)
             at_once = training.fitting(room_bytes, probe.example_bytes, fit.batch)
@@ -146,18 +146,18 @@ class TorchEngine:
                     if len(told) >= READ_AT_ONCE[self._device.type]:
                         _read(told, steps)
             _read(told, steps)
-            return _tensors(model), steps.metrics()
+            return _arrays_of(model), steps.metrics()
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
-    ) -> dict[str, float]:
+    ) -> EvaluationSums:
         """See `fedquilt.core.Trainer`."""
         if not len(examples):
-            return {"examples": 0.0}
+            return EvaluationSums(examples=0, task=metrics.task_of(network))
         task = metrics.task_of(network)
         found = objectives.Evaluation(task)
         with _repeatable(0):
-            module, probe = self._load(network, model, examples, hooks)
+            module, probe = self._build_model(network, model, examples, hooks)
             module.eval()
             at_once = training.fitting(
                 probe.room(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
@@ -168,7 +168,7 @@ class TorchEngine:
                     scores = module(x)
                     loss = float(torch_objectives.total(task, scores, y))
                     found.add(scores.cpu().numpy(), examples.y[rows], loss)
-        return found.metrics()
+        return found.sums()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
@@ -176,7 +176,7 @@ class TorchEngine:
         """See `fedquilt.core.Trainer`."""
         training.require_examples(examples, each)
         with _repeatable(0):
-            module, probe = self._load(network, model, examples, hooks)
+            module, probe = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = probe.room(self._room_bytes, moving=1)
             # a group needs one gradient of all weights, and its examples' activations
@@ -185,10 +185,10 @@ class TorchEngine:
             rows = training.batches(np.arange(len(examples)), groups * each)
             parts = (self._batch(network, examples, some, hooks) for some in rows)
             loss = partial(torch_objectives.total, metrics.task_of(network))
-            found = fisher.diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
+            found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
         return {name: value.cpu().numpy() for name, value in found.items()}
 
-    def _load(
+    def _build_model(
         self,
         network: Mapping[str, Any],
         start: Tensors,
@@ -196,11 +196,11 @@ class TorchEngine:
         hooks: Hooks,
         half: torch.dtype | None = None,
     ) -> tuple[nn.Module, Probe]:
-        """Network with these tensors, and the cost of an example in it."""
+        """Return the network with these tensors and hooks, and the cost of an example in it."""
         model = registry.build(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(self._device, memory_format=self._layout(model, half))  # before the probe compiles its kernels
-        held = tensor_register.own(model)
+        held = tensor_register.state_without_aliases(model)
         start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
         torch_step.free(model, hooks)
@@ -213,8 +213,9 @@ class TorchEngine:
 
     def _layout(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         """Layout of the network's convolutions and pictures: the one that is faster and takes no more memory."""
-        small = all(value.numel() < WIDE for value in model.parameters() if value.ndim == 4)
-        plain = all(each.groups == 1 for each in model.modules() if isinstance(each, nn.Conv2d))
+        pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
+        small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None: not in this part
+        plain = all(each.groups == 1 for each in pictured)
         last = half is not None or (self._device.type == "cpu" and small and plain)
         return torch.channels_last if last else torch.contiguous_format
 
@@ -251,7 +252,7 @@ class TorchEngine:
 def _read(told: list[tuple[list[torch.Tensor], int]], steps: training.Steps) -> None:
     """Account for the steps in `told`, and empty it."""
     for losses, examples in told:
-        steps.took(sum(map(float, losses)), examples)
+        steps.add_step(sum(map(float, losses)), examples)
     told.clear()
 
 
@@ -263,9 +264,12 @@ def _half(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if ampere else torch.float16
 
 
-def _tensors(model: nn.Module) -> dict[str, np.ndarray]:
-    """Parameters and buffers as arrays; counters stay integer."""
-    return {name: value.detach().cpu().contiguous().numpy() for name, value in tensor_register.own(model).items()}
+def _arrays_of(model: nn.Module) -> dict[str, np.ndarray]:
+    """Return a model's parameters and buffers as arrays."""
+    return {
+        name: value.detach().cpu().contiguous().numpy()
+        for name, value in tensor_register.state_without_aliases(model).items()
+    }
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from fedquilt.metrics import TaskKind
+    from fedquilt.core import TaskKind
 
 
 def targets(task: TaskKind, y: np.ndarray) -> torch.Tensor:

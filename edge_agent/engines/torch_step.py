@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedquilt.core import Fit, Hooks, ModelError, Step, Tensors
+from fedquilt.core import Fit, Hooks, ModelError, Step, TaskKind, Tensors
 from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, training
 from fedquilt.edge_agent.engines.torch_moves import Moves
-from fedquilt.metrics import TaskKind
 from fedquilt.models.networks import tensor_register
 
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
@@ -119,8 +118,8 @@ def free(model: nn.Module, hooks: Hooks) -> None:
         value.requires_grad_(any(step.rate(name) > 0 for step in hooks.steps))
 
 
-def hold_still(model: nn.Module, hooks: Hooks) -> None:
-    """Set each module with buffers to evaluation mode if no step updates a tensor of the module.
+def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
+    """Set each module with buffers to evaluation mode, if no step trains a tensor of the module.
 
     So frozen batch normalisation keeps its statistics. A module around other modules keeps its mode, as do frozen
     modules without buffers: dropout in them belongs to the training.
@@ -134,15 +133,15 @@ def hold_still(model: nn.Module, hooks: Hooks) -> None:
             module.training = False
 
 
-def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
-    """Anchors of the method as tensors beside the model, and "start", if any hook could use them.
+def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
+    """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them.
 
     Raises:
         ModelError: one does not fit the network.
     """
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
-    held = tensor_register.own(model)
+    held = tensor_register.state_without_aliases(model)
     place = next(iter(held.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 

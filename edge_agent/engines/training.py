@@ -133,8 +133,8 @@ class Steps:
         self._done = 0
         self._sum, self._seen, self._first = 0.0, 0, 0.0
 
-    def took(self, loss: float, examples: int) -> None:
-        """Account for one step; `loss` is its mean over `examples`, before the step.
+    def add_step(self, loss: float, examples: int) -> None:
+        """Count one step and report progress. `loss` is its mean over `examples`, before the step.
 
         Raises:
             DivergedError: it is not finite, or has exploded.
@@ -144,17 +144,19 @@ class Steps:
         self._done += 1
         total = self._each * self._fit.epochs
         if not math.isfinite(loss):
-            self._refuse(f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} at step {self._done} of {total}")
+            self._raise_diverged(
+                f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} at step {self._done} of {total}"
+            )
         if self._done == 1:
             self._first = loss
         self._sum += loss * examples
         self._seen += examples
         mean, steps = self._sum / self._seen, (self._done - 1) % self._each + 1
         if mean > EXPLODED * max(self._first, 1.0) and (steps >= SETTLED_STEPS or steps == self._each):
-            self._refuse(f"the loss rose from {self._first:.3g} to {mean:.3g} by step {self._done} of {total}")
+            self._raise_diverged(f"the loss rose from {self._first:.3g} to {mean:.3g} by step {self._done} of {total}")
         self._progress(self._done / total)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _raise_diverged(self, what: str) -> NoReturn:
         raise DivergedError(f"{what}, learning rate {self._fit.lr:g}")
 
     def metrics(self) -> dict[str, float]:

@@ -20,8 +20,8 @@ from fedquilt.edge_agent.task import main as task_process
 NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
 
 
-def assemble(order: Parted, model: Path, budget_bytes: int) -> str:
-    """Write the board's ONNX file; returns a note on the network, or "".
+def assemble_network(order: Parted, model: Path, budget_bytes: int) -> str:
+    """Write the device's ONNX file from shared and private parts. Return a note on the network, or "".
 
     Args:
         order: what was sent, and where the private state is.

@@ -9,13 +9,14 @@ any moment. What it makes lies in the order's folder `out`, and counts once the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,22 +24,28 @@ import msgspec
 import numpy as np
 
 from fedquilt import metrics, plugins
-from fedquilt.core import Examples, FedquiltError, ModelError, shorten_error
+from fedquilt.core import Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
 from fedquilt.data import examples, reading
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import exported, objectives
 from fedquilt.edge_agent.engines.exported import Exported
-from fedquilt.edge_agent.releases.assemble import assemble
+from fedquilt.edge_agent.releases.assemble import assemble_network
 from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
+from fedquilt.graph_check import Shape, format_shape
 
 AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
 WARM: Final = 3  # answers before the ones that are timed
 TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
+SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448, 480, 512, 640, 48, 16, 8, 4, 1)
+"""Sizes that are tried for all axes without a declared one, the usual sides of images first."""
+CHANNELS: Final = (3, 1)
+VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an example
+GUESS_MOST: Final = 1 << 22  # most numbers of a guessed example
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
 TIED: Final = (  # becomes a program that ends with this process
     "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
@@ -54,7 +61,7 @@ class Loaded(NamedTuple):
     engine: Any
     path: Path
     about: Exported
-    shape: tuple[int | None, ...]  # of one example, as the graph states it
+    shape: Shape  # of one example
 
     def scores(self, x: np.ndarray) -> np.ndarray:
         """Answers (n, outputs) to stored examples (n, ...).
@@ -70,14 +77,16 @@ class Loaded(NamedTuple):
         """Answers to prepared examples."""
         found: np.ndarray = self.engine.run(self.path, made)
         if found.ndim != 2:
-            raise ModelError(f"it answers with an array of shape {found.shape[1:]} to each example, not with scores")
-        if not np.isfinite(found).all():
-            raise ModelError("it answers with numbers that are not finite")
+            raise ModelError(
+                f"it answers with an array of shape {found.shape[1:]} to each example, not with scores of classes: "
+                "deploy a network whose output has the axes (examples, classes)"
+            )
+        exported.require_scores(found)
         return found
 
 
-def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load) -> Outcome:
-    """Check a model. Raises nothing.
+def run_check(order: CheckOrder, say: Say = lambda event: None, load: Any = examples.load) -> Outcome:
+    """Check a model: accuracy, latency and memory. Return an outcome also for any error.
 
     Args:
         order: what to check.
@@ -88,30 +97,26 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
     try:
         engine = engines.make(order.engine, order.budget_bytes)
         notes = []
-        if order.parted is not None and (note := assemble(order.parted, Path(order.model), order.budget_bytes)):
+        if order.parted is not None and (note := assemble_network(order.parted, Path(order.model), order.budget_bytes)):
             notes.append(note)
         budget.reset_peak(os.getpid())
         model = _loaded(engine, Path(order.model))
-        held = _held_out(order, model.about, load)
+        held = _load_held_out(order, model.about, load)
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
             _require_classes(model, held, order)
             told |= _accuracy(model, held, notes)
-        one = _example(model, held)
-        count = 0
-        if one is None:
-            notes.append("it was not run: its graph does not state the shape of its input")
-        else:
-            say(Progressed(TIMED))
-            told["latency_s"], count = _latency(model, one, order.timed_s)
-            say(Progressed(DONE))
+        one = _example(model, held, order.input_shape, notes)
+        say(Progressed(TIMED))
+        told["latency_s"], count = _latency(model, one, order.timed_s)
+        say(Progressed(DONE))
         peak = budget.peak_bytes(os.getpid())
         if held is not None and order.before is not None and "accuracy" in told:
-            told |= _before(engine, order, Path(order.before), load, notes)
+            told |= _accuracy_before(engine, order, Path(order.before), load, notes)
         engine.close()
         if order.trtexec is not None:
-            notes += _tensorrt(order, model, one)
+            notes += _build_tensorrt(order, model, one)
         return Outcome(
             metrics=told,
             note=shorten_error("; ".join(notes)),
@@ -120,19 +125,19 @@ def carry_out(order: CheckOrder, say: Say = lambda event: None, load: Any = exam
             peak_bytes=peak,
         )
     except Exception as error:
-        return task.failed(error)
+        return task.failure_outcome(error)
 
 
-def _held_out(order: CheckOrder, about: Exported, load: Any) -> Examples | None:
-    """Load the device's held-out examples, read as for the model's training; None if the device has no data."""
+def _load_held_out(order: CheckOrder, about: Exported, load: Any) -> Examples | None:
+    """Return the held-out examples, or the training ones without any, or None if the device has no data."""
     if not order.data:
         return None
-    train, held = load(reading.spec_of(about.reading, order.data))
+    train, held = load(reading.spec_with_settings(about.reading, order.data))
     return held if len(held) else train
 
 
 def _loaded(engine: Any, path: Path) -> Loaded:
-    return Loaded(engine, path, exported.read(engine.facts(path)), engine.input_shape(path))
+    return Loaded(engine, path, exported.read_metadata(engine.facts(path)), engine.input_shape(path))
 
 
 def _require_classes(model: Loaded, held: Examples, order: CheckOrder) -> None:
@@ -167,16 +172,16 @@ def _accuracy(model: Loaded, held: Examples, notes: list[str]) -> dict[str, floa
         scores = model.scores(held.x[first : first + AT_ONCE])
         loss, _ = objectives.losses(task, scores, y)
         sums.add(scores, y, float(loss.sum()))
-    found = metrics.main(sums.metrics())
+    found = metrics.main(sums.sums())
     assert found is not None
     return {"accuracy": found[1], "examples": float(len(held))}
 
 
-def _before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]) -> dict[str, float]:
-    """Accuracy of the model in use; {}: it could not be measured, which does not count against the new one."""
+def _accuracy_before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[str]) -> dict[str, float]:
+    """Return the accuracy of the model in use, or {} if it cannot be measured, which is noted."""
     try:
         model = _loaded(engine, path)
-        held = _held_out(order, model.about, load)
+        held = _load_held_out(order, model.about, load)
         assert held is not None
         found = _accuracy(model, held, notes)
     except (FedquiltError, OSError) as error:
@@ -185,14 +190,52 @@ def _before(engine: Any, order: CheckOrder, path: Path, load: Any, notes: list[s
     return {"accuracy_before": found["accuracy"]} if "accuracy" in found else {}
 
 
-def _example(model: Loaded, held: Examples | None) -> np.ndarray | None:
-    """One prepared example, the device's own or noise; None: the shape is not known."""
+def _example(model: Loaded, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]) -> np.ndarray:
+    """One prepared example: the device's own, or noise of the release's shape, the declared one or the first that runs.
+
+    Raises:
+        ModelError: the graph declares no shape, and runs on none that was guessed.
+    """
     if held is not None:
         return model.about.prepared(held.x[:1])
-    shape = tuple(size for size in model.shape if size is not None)
-    if len(shape) < len(model.shape):
-        return None
-    return np.random.default_rng(0).random((1, *shape), np.float32)
+    failed = ""
+    for guess in [shape] if shape is not None else _guesses(model.shape):
+        if shape is None and math.prod(guess) > GUESS_MOST:
+            continue
+        one = _noise(guess, model.engine.input_type(model.path))
+        if shape is not None or guess == model.shape:
+            return one
+        try:
+            model.engine.run(model.path, one)
+        except (ModelError, MemoryBudgetError) as error:
+            failed = failed or f" ({guess}: {error})"
+            continue
+        notes.append(f"it was run on an example of the shape {guess}, a guess: its graph does not state it")
+        return one
+    raise ModelError(
+        f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
+        f"guessed{failed}: deploy it with --input-shape, such as --input-shape 3,224,224"
+    )
+
+
+def _noise(shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
+    draws = np.random.default_rng(0)
+    made = draws.random((1, *shape), np.float32) if kind.kind == "f" else draws.integers(0, 2, (1, *shape))
+    return made.astype(kind)
+
+
+def _guesses(shape: Shape) -> Iterator[tuple[int, ...]]:
+    """Shapes that an example may have by what is declared, the usual ones first."""
+    if shape is None or None not in shape:
+        yield from [] if shape is None else [tuple(size or 0 for size in shape)]
+        return
+    vector = range(1, VECTOR_MOST + 1) if len(shape) == 1 else ()
+    for side in (*SIDES, *vector):
+        tried = tuple(side if size is None else size for size in shape)
+        if len(shape) == 3 and shape[0] is None:  # of an image, whose channels are the first axis or the last
+            yield from ((channels, *tried[1:]) for channels in CHANNELS)
+            yield from ((*tried[:2], channels) for channels in CHANNELS if shape[2] is None)
+        yield tried
 
 
 def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int]:
@@ -211,8 +254,8 @@ def _latency(model: Loaded, one: np.ndarray, timed_s: float) -> tuple[float, int
 # -- TensorRT -------------------------------------------------------------------------------------
 
 
-def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[str]:
-    """Build a TensorRT engine; returns a note, as a failure does not fail the check."""
+def _build_tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray) -> list[str]:
+    """Build a TensorRT engine. Return a note if that fails, as it does not fail the check."""
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [
@@ -224,10 +267,9 @@ def _tensorrt(order: CheckOrder, model: Loaded, one: np.ndarray | None) -> list[
         f"--onnx={model.path}",
         f"--saveEngine={part}",
     ]
-    if one is not None:
-        name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
-        sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
-        command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
+    name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
+    sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
+    command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
     try:
         done = subprocess.run(
             command,
@@ -270,7 +312,7 @@ def main() -> None:
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=CheckOrder)
             plugins.restrict(order.plugins)
-            say(carry_out(order, say))
+            say(run_check(order, say))
 
 
 if __name__ == "__main__":

@@ -77,15 +77,29 @@ def worse(min_gain: float | None, before: Served | None, now: Served) -> str:
     """
     if min_gain is None or before is None or before.accuracy is None or now.accuracy is None:
         return ""
-    errors = sum(told.accuracy * (1 - told.accuracy) / _counted(told) for told in (before, now) if told.accuracy)
     gain = now.accuracy - before.accuracy
-    if gain + ERRORS * math.sqrt(errors) >= min_gain:
+    if gain + _chance(before, now) >= min_gain:
         return ""
     return (
         f"{now.accuracy:.1%} of its answers in use are right, of {_counted(now)} with labels, and "
         f"{before.accuracy:.1%} were with what ran before: {100 * gain:+.1f} points, at least "
         f"{100 * min_gain:+.1f} are wanted"
     )
+
+
+def undecided(min_gain: float | None, before: Served | None, now: Served) -> bool:
+    """Return whether more labels would show that a model misses or keeps its limit. Arguments as of `worse`."""
+    if min_gain is None or before is None or before.accuracy is None:
+        return False
+    if now.accuracy is None:
+        return True
+    return now.labelled < LATEST and now.accuracy - before.accuracy - _chance(before, now) < min_gain
+
+
+def _chance(before: Served, now: Served) -> float:
+    """Difference of two accuracies that chance may explain."""
+    errors = sum(told.accuracy * (1 - told.accuracy) / _counted(told) for told in (before, now) if told.accuracy)
+    return ERRORS * math.sqrt(errors)
 
 
 def _counted(told: Served) -> int:

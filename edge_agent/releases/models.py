@@ -34,7 +34,7 @@ from fedquilt.disk import REAL, Disk, doing
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.edge_agent.releases.hook import Hook
-from fedquilt.edge_agent.releases.judging import judged, worse
+from fedquilt.edge_agent.releases.judging import judged, undecided, worse
 from fedquilt.edge_agent.releases.kind import Kind, Verdict
 from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
@@ -47,7 +47,6 @@ from fedquilt.wire import Release
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
-CHECK: Final = "check"  # folder in the agent's home
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
 METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
 TIMED_S: Final = 1.0
@@ -58,6 +57,8 @@ FAILED_SHARE: Final = (
 )
 TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
 QUIET_S: Final = 30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
+LABELS_S: Final = 60.0  # without another label, after which the labels so far decide on a model that soaks
+LABELS_MOST_S: Final = 900.0  # after the exchange, likewise
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
@@ -105,7 +106,7 @@ class Models(Kind):
         self._budget_bytes = budget_bytes or (lambda: settings.budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
         self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
-        self._out = Path(settings.home).absolute() / CHECK / confine.OUT
+        self._out = Path(settings.home).absolute() / confine.CHECK / confine.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[Release, float] | None = None  # the release under check, and the check's time limit
@@ -117,6 +118,7 @@ class Models(Kind):
         self._before: Served | None = None  # the runner's last report on the model before; not kept over restarts
         self._min_gain: float | None = None  # limit of the release in use
         self._exchanged_s = clock()
+        self._labelled = (0, self._exchanged_s)  # labels of the model in use, and when their number has changed
         self._there = False  # whether a runner was there at the exchange
 
     # -- what is in use --
@@ -221,16 +223,17 @@ class Models(Kind):
         now_s = self._clock()
         building_s = self._settings.models.tensorrt_s if _trtexec() else 0.0
         self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
-        self._start(release, now_s)
+        self._start_check(release, now_s)
 
-    def _start(self, release: Release, now_s: float) -> None:
+    def _start_check(self, release: Release, now_s: float) -> None:
+        """Start the check of a release's model in the worker, with an empty output folder."""
         assert release.blob is not None
         before = self._disk.target(self.folder / CURRENT)
         self._outcome = self._ledger = self._answers_j = None
         with doing(f"empty {self._out}"):
             self._disk.clear(self._out)
         model = self.folder / release.blob.sha256[:16] / MODEL
-        parted = self._parted(model.parent)
+        parted = self._parts_of_model(model.parent)
         order = CheckOrder(
             model=str(model if parted is None else self._out / MODEL),
             out=str(self._out),
@@ -242,11 +245,12 @@ class Models(Kind):
             trtexec=_trtexec() if self._settings.models.tensorrt_s else None,
             trtexec_s=self._settings.models.tensorrt_s,
             parted=parted,
+            input_shape=release.input_shape,
         )
         self._worker.start(order, now_s)
 
-    def _parted(self, folder: Path) -> Parted | None:
-        """Files that a model is put together of; None: the model was sent whole."""
+    def _parts_of_model(self, folder: Path) -> Parted | None:
+        """Return the files from which the device assembles its model, or None if the model was sent whole."""
         shared = folder / SHARED
         with doing(f"read {shared}"):
             task = personal.task(shared, self._disk) if self._disk.is_file(shared) else None
@@ -256,7 +260,7 @@ class Models(Kind):
         return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
     def checked(self) -> Verdict | None:
-        """See `Kind`."""
+        """Return the verdict of the running check, or None while it goes on. Start a killed check again."""
         if self._check is None:
             return Verdict("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
@@ -271,18 +275,18 @@ class Models(Kind):
                     self._answers_j, self._ledger = ledger.cost(now_s, None).energy_j, None
                 case Outcome(killed=True) if self._killed < KILLED_MOST:
                     self._killed += 1
-                    self._start(release, now_s)
+                    self._start_check(release, now_s)
                 case Outcome():
                     self._end_check()  # also of processes that it has started: nobody writes its folders any more
                     verdict = judged(release.limits, event, self._answers_j)
-                    return verdict if verdict.refused else self._take_made(release, verdict)
+                    return verdict if verdict.refused else self._store_check_output(release, verdict)
         if now_s > end_s:
             self._end_check()
             return Verdict("its check did not come to an end: it was ended", {})
         return None
 
-    def _take_made(self, release: Release, verdict: Verdict) -> Verdict:
-        """Copy what the check has made beside what was sent; the verdict, or a refusal of what is no model."""
+    def _store_check_output(self, release: Release, verdict: Verdict) -> Verdict:
+        """Copy the files that the check wrote beside the model. Return the verdict, or a refusal."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         made = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -349,13 +353,14 @@ class Models(Kind):
     def _exchanged(self) -> None:
         """Run the owner's hook, and watch the runner from now on."""
         self._first, self._exchanged_s = None, self._clock()
+        self._labelled = (0, self._exchanged_s)
         self._there = self.runner.look() is not None and self.runner.quiet_s <= QUIET_S
         environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
         self._hook.start(environment)
 
     def settled(self) -> bool:
         """See `Kind`."""
-        return not self._hook.runs and self._runner_follows()
+        return not self._hook.runs and self._runner_follows() and not self._awaits_labels()
 
     def _runner_follows(self) -> bool:
         """Whether a runner, if any, has taken the model up and still writes; `ill` ends the wait for both."""
@@ -365,6 +370,17 @@ class Models(Kind):
         if told.model != now:
             return self._clock() > self._exchanged_s + TAKEN_UP_S
         return self.runner.quiet_s <= QUIET_S
+
+    def _awaits_labels(self) -> bool:
+        """Return whether labels arrive that may yet show that the model in use misses its limit."""
+        told, now_s = self.runner.look(), self._clock()
+        if told is None or told.model != self._answers():
+            return False
+        if told.labelled != self._labelled[0]:
+            self._labelled = (told.labelled, now_s)
+        if now_s > min(self._labelled[1] + LABELS_S, self._exchanged_s + LABELS_MOST_S):
+            return False
+        return undecided(self._min_gain, self._before, told)
 
     def ill(self) -> str:
         """See `Kind`."""

@@ -72,8 +72,8 @@ _WITHIN: Final[dict[str, Any]] = {
 # -- what is told ---------------------------------------------------------------------------------
 
 
-def told(state: State, current: str) -> Installed | None:
-    """Progress of the device's release as a message; None: no release was asked for."""
+def installed_message(state: State, current: str) -> Installed | None:
+    """Return the progress of the device's release as a message, or None without a release."""
     noted = state.noted
     if noted is None:
         return None
@@ -101,7 +101,7 @@ def told(state: State, current: str) -> Installed | None:
 
 
 def advance(state: State, event: Event, now_s: float) -> Step:
-    """The next state, and the actions to take in order once its `noted` is on disk."""
+    """Return the next state, and the actions to take in order once its `noted` is on disk."""
     if isinstance(event, Wanted):
         return _wanted(state, event, now_s)
     noted = state.noted
@@ -120,20 +120,20 @@ def advance(state: State, event: Event, now_s: float) -> Step:
         case Checked() if noted.step == "wanted" and state.stage == "checking":
             noted = replace(noted, metrics=dict(event.metrics))
             if event.refused:
-                return _end(replace(state, noted=noted), "refused", event.refused, now_s)
+                return _end_release(replace(state, noted=noted), "refused", event.refused, now_s)
             noted = replace(noted, reason=shorten_error(event.note))
             return replace(state, noted=noted, stage="checked", again_s=now_s), ()
         case Failed():
-            return _failed(state, noted, event, now_s)
+            return _handle_failure(state, noted, event, now_s)
         case Swapped() if noted.step in ("swapping", "soaking"):
             return _swapped(state, noted, now_s)
         case Kept() if noted.step == "soaking":
-            return _end(state, "committed", noted.reason, now_s)
+            return _end_release(state, "committed", noted.reason, now_s)
         case Ill() if noted.step in ("swapping", "soaking"):
-            return _return(_in_use(state, noted), event.reason)
+            return _start_return(_in_use(state, noted), event.reason)
         case Undone() if noted.step == "returning":
             if not event.found:
-                return _end(state, "refused", "there is nothing before it to return to", now_s)
+                return _end_release(state, "refused", "there is nothing before it to return to", now_s)
             return replace(state, stage="undone", again_s=now_s), ()
         case Idle() if noted.step == "wanted" and state.stage != "fetching" and state.waits:
             return replace(state, again_s=now_s), ()  # at the next look another task may run
@@ -151,7 +151,7 @@ def _wanted(state: State, event: Wanted, now_s: float) -> Step:
     if release.serial <= latest.serial:
         return state, (Tell(),)
     if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
-        return _return(replace(state, noted=replace(noted, release=release, next=None)), "")
+        return _start_return(replace(state, noted=replace(noted, release=release, next=None)), "")
     if noted.step in ("swapping", "soaking", "returning"):
         return replace(state, noted=replace(noted, next=release)), ()
     after, actions = _start(state, release, now_s)
@@ -166,13 +166,13 @@ def _start(state: State, release: Release, now_s: float) -> Step:
         noted = replace(known, release=release, step="wanted", reason="", metrics={}, next=None, origin="")
     state = State(noted=noted, again_s=now_s)
     if wrong := window.wrong(release.window):
-        return _end(state, "refused", wrong, now_s)
+        return _end_release(state, "refused", wrong, now_s)
     if release.back:
         if not noted.rollout or noted.rollout != release.rollout:
-            return _end(state, "returned", "it does not run what that rollout has brought", now_s)
+            return _end_release(state, "returned", "it does not run what that rollout has brought", now_s)
         return state, ()
     if release.kind != "settings" and release.blob is None:
-        return _end(state, "refused", "it names no blob", now_s)
+        return _end_release(state, "refused", "it names no blob", now_s)
     return state, ()
 
 
@@ -191,7 +191,7 @@ def _withdrawn(state: State, noted: Noted) -> Step:
     if noted.step != "wanted":
         return state, ()
     given_up = _give_up(state)
-    after, _ = _end(state, "refused", "it was withdrawn", inf)
+    after, _ = _end_release(state, "refused", "it was withdrawn", inf)
     return after, given_up
 
 
@@ -209,16 +209,17 @@ def _begun(state: State, noted: Noted, event: Begun, now_s: float) -> Step:
             why = event.ill or "this process began without it: something has returned to what ran before"
             state = _in_use(state, noted)
             assert state.noted is not None
-            return _end(_forgotten(state, state.noted), "returned", why, now_s)
+            return _end_release(_forgotten(state, state.noted), "returned", why, now_s)
         case "returning":
             return state, (Undo(noted.before),)
         case _:
             return replace(state, again_s=inf if noted.next is None else now_s), (Drop(),)
 
 
-def _failed(state: State, noted: Noted, event: Failed, now_s: float) -> Step:
+def _handle_failure(state: State, noted: Noted, event: Failed, now_s: float) -> Step:
+    """End a release that is not in use yet as refused. Retry a return or a soak later."""
     if noted.step in ("wanted", "swapping"):
-        return _end(state, "refused", event.reason, now_s)
+        return _end_release(state, "refused", event.reason, now_s)
     if noted.step == "returning":
         return replace(state, waits=shorten_error(event.reason), again_s=now_s + LOOK_S), ()
     if noted.step == "soaking":
@@ -251,7 +252,8 @@ def _in_use(state: State, noted: Noted) -> State:
     )
 
 
-def _return(state: State, reason: str) -> Step:
+def _start_return(state: State, reason: str) -> Step:
+    """Start to return to what ran before the release."""
     assert state.noted is not None
     noted = replace(state.noted, step="returning", reason=shorten_error(reason))
     return replace(state, noted=noted, stage="gate", again_s=inf), (Undo(noted.before),)
@@ -262,8 +264,8 @@ def _forgotten(state: State, noted: Noted) -> State:
     return replace(state, noted=replace(noted, rollout="", name=noted.before_name, before="", before_name=""))
 
 
-def _end(state: State, step: Literal["committed", "refused", "returned"], reason: str, now_s: float) -> Step:
-    """End with the release in hand; a next one that has come meanwhile is begun once this end was told."""
+def _end_release(state: State, step: Literal["committed", "refused", "returned"], reason: str, now_s: float) -> Step:
+    """End the release with this step and reason. A next release starts afterwards."""
     assert state.noted is not None
     noted = replace(state.noted, step=step, reason=shorten_error(reason), origin="")
     return State(noted=noted, again_s=inf if noted.next is None else now_s), (Drop(),)
@@ -275,12 +277,12 @@ def _end(state: State, step: Literal["committed", "refused", "returned"], reason
 def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
     match noted.step:
         case "wanted":
-            return _go_on(state, noted, seen, now_s)
+            return _continue_release(state, noted, seen, now_s)
         case "swapping":  # the link was not up the first time
             return replace(state, again_s=inf), (Swap(noted.release),)
         case "soaking":
             if seen.ill:
-                return _return(state, seen.ill)
+                return _start_return(state, seen.ill)
             if now_s >= state.until_s and seen.settled:
                 return replace(state, again_s=inf), (Keep(),)
             late_s = now_s + SOAK_LOOK_S
@@ -291,18 +293,18 @@ def _look(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
             return replace(state, again_s=now_s + SOAK_LOOK_S), ()
         case "returning":
             reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
-            return _end(_forgotten(state, noted), "returned", reason, now_s)
+            return _end_release(_forgotten(state, noted), "returned", reason, now_s)
         case _ if noted.next is not None:
             return _start(state, noted.next, now_s)
         case _:
             return replace(state, again_s=inf), ()
 
 
-def _go_on(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
-    """Go on with a release that is not in use, unless the device has to wait."""
+def _continue_release(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
+    """Return the next step of a release that is not in use: wait, fetch, check or swap."""
     release = noted.release
     if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
-        return _end(state, "committed", "it ran here already", now_s)
+        return _end_release(state, "committed", "it ran here already", now_s)
     if state.stage == "fetching":  # the fetch before has failed
         assert release.blob is not None
         return replace(state, again_s=inf), (Fetch(release.blob),)
@@ -312,7 +314,7 @@ def _go_on(state: State, noted: Noted, seen: Look, now_s: float) -> Step:
         return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
     state = replace(state, waits="", again_s=now_s)
     if release.back:
-        return _return(state, "")
+        return _start_return(state, "")
     if state.stage == "gate":
         if release.blob is None or seen.here:
             return replace(state, stage="fetched"), ()

@@ -35,3 +35,4 @@ class CheckOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trtexec_s: float = 0.0  # most that it may take
     parted: Parted | None = None  # files to make the model of first; None: the model was sent whole
     engine: str = "onnx"
+    input_shape: tuple[int, ...] | None = None  # of one example; None: as the graph declares it

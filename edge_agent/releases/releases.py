@@ -159,6 +159,11 @@ class Releases:
             with self._waiting(name, now_s):
                 self._tell(name)
 
+    @property
+    def checks(self) -> bool:
+        """Whether a release is being checked."""
+        return any(map(self._checks, self._kinds))
+
     def fds(self) -> Sequence[int]:
         """File descriptors of checks."""
         return [each for kind in self._kinds.values() for each in kind.fds()]
@@ -238,7 +243,7 @@ class Releases:
                 log.error("the release %s of kind %s cannot be noted: %s", state.noted.release.name, name, error)
         self._states[name] = state
         self._tell(name)
-        if self._rests and not any(map(self._checks, self._kinds)):
+        if self._rests and not self.checks:
             self._rests = False
             self._duty.rest(False, now_s)
         for action in actions:
@@ -309,7 +314,7 @@ class Releases:
 
     def _tell(self, name: str) -> None:
         """Publish the release's progress, if it has changed."""
-        told = plan.told(self._states[name], self._kinds[name].current())
+        told = plan.installed_message(self._states[name], self._kinds[name].current())
         if told is None or told == self._told.get(name):
             return
         before, self._told[name] = self._told.get(name), told

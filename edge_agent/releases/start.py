@@ -13,13 +13,13 @@ from pathlib import Path
 from fedquilt.edge_agent.task import confine
 
 
-def command(private: Path) -> tuple[str, ...]:
-    """Return the command of a check's process that may write its private folders alone, all of them in `private`."""
+def check_command(private: Path) -> tuple[str, ...]:
+    """Return the command of a check's process, which may write only its private folders below `private`."""
     return (sys.executable, "-m", "fedquilt.edge_agent.releases.start", str(private))
 
 
 if __name__ == "__main__":
-    confine.enter(Path(sys.argv[1]))
+    confine.confine_to(Path(sys.argv[1]))
     from fedquilt.edge_agent.releases import check
 
     check.main()

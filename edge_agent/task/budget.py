@@ -84,7 +84,7 @@ def no_engine(budget_bytes: int, engines: Collection[str]) -> str | None:
     )
 
 
-def shortage(
+def memory_shortage(
     engine: str,
     work: Work,
     budget_bytes: int,
@@ -92,7 +92,7 @@ def shortage(
     measured: Mapping[str, int],
     caution: Caution = Caution(),
 ) -> tuple[RefusalCode, str] | None:
-    """Return why the work does not fit even in its smallest steps, or None if it fits.
+    """Return why the work does not fit the memory even in its smallest steps, or None if it fits.
 
     The code is "budget" if the work never fits this device, "memory" if it fits once memory is free.
 

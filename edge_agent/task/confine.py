@@ -5,7 +5,7 @@ send nothing except its answer, reach no other process's memory, leave its proce
 private folders. The agent therefore trusts no file in these folders: it copies a result before it checks it.
 Where the kernel has neither, the task runs unconfined (docs/security.md lists what then holds).
 
-Both apply to the calling thread and to what it starts later. So `enter` comes before any library starts threads.
+Both apply to the calling thread and to what it starts later. So `confine_to` comes before any library starts threads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
 OUT, CACHE, TEMPORARY, LIBRARIES = "out", "cache", "tmp", "libraries"  # private folders of a task's process
+CHECK = "check"  # folder in the agent's home with the private folders of a check's process
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
 VERSION_FLAG, PATH_BENEATH = 1, 1
 LEAST_LANDLOCK: Final = 2  # the first that lets files be renamed from one permitted folder to another
@@ -48,8 +49,8 @@ CALLS: Final = {
 }
 
 
-def command(private: Path) -> tuple[str, ...]:
-    """Return the command of a task's process that may write its private folders alone, all of them in `private`."""
+def task_command(private: Path) -> tuple[str, ...]:
+    """Return the command of a task's process, which may write only its private folders below `private`."""
     return (sys.executable, "-m", "fedquilt.edge_agent.task.start", str(private))
 
 
@@ -58,14 +59,14 @@ def protect_memory() -> None:
     _prctl(PR_SET_DUMPABLE, 0)
 
 
-def enter(private: Path) -> None:
-    """Confine this process to its private folders, which are made if missing, and point libraries to them."""
+def confine_to(private: Path) -> None:
+    """Confine this process to its private folders, which are created if missing."""
     for name in (OUT, CACHE, TEMPORARY, LIBRARIES):
         (private / name).mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(private / TEMPORARY)
     os.environ["XDG_CACHE_HOME"] = str(private / LIBRARIES)
     os.environ["CUDA_CACHE_PATH"] = str(private / LIBRARIES / "nv")
-    confine(folders(private))
+    confine(writable_folders(private))
 
 
 def confine(writable: Iterable[Path]) -> tuple[str, ...]:
@@ -86,8 +87,8 @@ def possible() -> tuple[str, ...]:
     return tuple(name for name, there in (("files", files), ("network", network)) if there)
 
 
-def folders(private: Path) -> list[Path]:
-    """Return the folders that a task's process may write: its private ones, devices, and its own entries in /proc.
+def writable_folders(private: Path) -> list[Path]:
+    """Return the folders that a task's process may write: its private ones, /dev and /proc.
 
     `private` itself is not among them, so that a task cannot put a link in the place of one of the folders.
     """

@@ -21,8 +21,8 @@ from fedquilt.disk import FULL
 from fedquilt.edge_agent import exhausted
 
 
-def code(error: Exception) -> Any:
-    """Return the claim code of an error. `coordinator.refusals` says which codes would recur with the same task."""
+def code_of_error(error: Exception) -> Any:
+    """Return the claim code of an error. `coordinator.refusals` says which codes recur with the same task."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file
@@ -42,8 +42,8 @@ def code(error: Exception) -> Any:
     return next((code for kind, code in kinds if isinstance(error, kind)), "exception")
 
 
-def sentence(error: Exception) -> str:
-    """Return what the device reports of an error, with file and line if the error is not fedquilt's own."""
+def describe_error(error: Exception) -> str:
+    """Return what the device reports of an error, with file and line if it is not fedquilt's own."""
     said = shorten_error(str(error))
     if isinstance(error, core.FedquiltError):
         return said

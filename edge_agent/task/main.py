@@ -37,7 +37,7 @@ from fedquilt.core import (
     shorten_error,
 )
 from fedquilt.data import examples
-from fedquilt.data.inputs import unequal_scales
+from fedquilt.data.inputs import describe_unequal_scales
 from fedquilt.data.spec import DataSpec
 from fedquilt.disk import REAL, doing
 from fedquilt.edge_agent import engines, exhausted
@@ -105,14 +105,14 @@ class Bench:
         return tensors.read(Path(path), sha256)
 
 
-def carry_out(
+def run_order(
     order: Order,
     bench: Bench,
     progress: Callable[[float], None] = lambda fraction: None,
     own_process: bool = False,
     loaded: Callable[[int], None] = lambda examples: None,
 ) -> Outcome:
-    """Carry out an order and write the result into its folder. Raises nothing.
+    """Carry out an order and write the result into its folder. Return an outcome also for any error.
 
     Args:
         order: task with its files.
@@ -134,14 +134,14 @@ def carry_out(
         if gpu is not None and base is not None:
             base += gpu.begin(order.budget_bytes - base)
         site = site_of(order, bench, progress, loaded, engine=engine)
-        outcome = worked(order, bench.method(order), site)
+        outcome = run_method(order, bench.method(order), site)
     except DivergedError as error:
         network = order.task.params.get("network")
         is_scaled = site is None or (isinstance(network, Mapping) and network.get("input"))
-        scales = "" if is_scaled or site is None else unequal_scales(site.train.x)
-        outcome = failed(DivergedError(f"{error}; {scales}") if scales else error)
+        scales = "" if is_scaled or site is None else describe_unequal_scales(site.train.x)
+        outcome = failure_outcome(DivergedError(f"{error}; {scales}") if scales else error)
     except Exception as error:
-        outcome = failed(error)
+        outcome = failure_outcome(error)
     return msgspec.structs.replace(
         outcome,
         wall_s=time.perf_counter() - began_s,
@@ -244,8 +244,8 @@ def _hash(order: Order, name: str) -> str:
     return "" if ref is None else ref.sha256
 
 
-def worked(order: Order, method: Method, site: Site) -> Outcome:
-    """Check the received state and work on it, as far as the task asks for either; bundles go into `order.out`.
+def run_method(order: Order, method: Method, site: Site) -> Outcome:
+    """Check the received state and train on it, as the task asks. Write bundles into `order.out`.
 
     Raises:
         StoreError: a file is not what it was, or cannot be read or written.
@@ -269,6 +269,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         return tensor_files.Floats(Path(order.bundles[name]))
 
     metrics: dict[str, float] = {}
+    evaluation: core.EvaluationSums | None = None
     weight = 0.0
     bundles: dict[str, core.BlobRef] = {}
     layouts: dict[str, dict[str, str]] = {}
@@ -279,9 +280,13 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
-        checked = method.check(task, dataclasses.replace(site, rng=tensors.rng(task.seed, "check")))
-        metrics |= {f"check.{name}": float(value) for name, value in checked.items()}
-        weight = float(checked.get("examples", len(site.held)))
+        evaluation = method.check(task, dataclasses.replace(site, rng=tensors.rng(task.seed, "check")))
+        if not isinstance(evaluation, core.EvaluationSums):
+            raise core.JobError(
+                f"`check` of method {task.method!r} returned {type(evaluation).__name__}, and the sums of "
+                "`site.engine.evaluate` are wanted"
+            )
+        weight = float(evaluation.examples)
     if "work" in task.actions:
         done = method.work(task, site)
         if not isinstance(done, core.Answer):
@@ -289,7 +294,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
                 f"`work` of method {task.method!r} returned {type(done).__name__}, and a fedquilt.core.Answer is wanted"
             )
         answer = compression.encoded(task.wire, done, base, private)
-        metrics |= {name: float(value) for name, value in answer.metrics.items()}
+        metrics = {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
         if answer.local and order.forgotten:
             note = note or order.forgotten
@@ -309,6 +314,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     return Outcome(
         weight=weight,
         metrics=metrics,
+        evaluation=evaluation,
         bundles=bundles,
         layouts=layouts,
         blobs=blobs,
@@ -320,13 +326,13 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     )
 
 
-def failed(error: Exception) -> Outcome:
-    """Outcome of an order whose work raised this error."""
+def failure_outcome(error: Exception) -> Outcome:
+    """Return the outcome of an order whose work raised this error."""
     if isinstance(error, EngineError):
         return Outcome(code="engine", reason=shorten_error(str(error)))
-    code = failures.code(error)
+    code = failures.code_of_error(error)
     overrun = code == "memory" and exhausted.is_of_memory(error)
-    return Outcome(code=code, reason=failures.sentence(error), overrun=overrun)
+    return Outcome(code=code, reason=failures.describe_error(error), overrun=overrun)
 
 
 def plannable(order: Order) -> int:
@@ -390,7 +396,7 @@ def main() -> None:
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=Order)
             plugins.restrict(order.plugins)
-            say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
+            say(run_order(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ class Child:
         return self._answers is None or self._process.poll() is not None
 
     @property
-    def words(self) -> str:
-        """Its last line of output that was no answer."""
+    def last_output(self) -> str:
+        """Last line of the process's output that was no answer, or "(nothing)"."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return shorten_error(lines[-1], 500) if lines else "(nothing)"
 
@@ -93,7 +93,7 @@ class Child:
         self._push()
 
     def receive(self) -> list[Event]:
-        """Return answers that have arrived; other output is kept as its last words."""
+        """Return the answers that have arrived, and keep the end of all other output."""
         self._push()
         self._errors, said = _drain(self._errors)
         self._tail = (self._tail + said)[-TAIL_BYTES:]
@@ -107,10 +107,11 @@ class Child:
             try:
                 events.append(_decoder.decode(line))
             except UNDECODABLE:
-                self._refuse_line(line)
+                self._keep_invalid_line(line)
         return events
 
-    def _refuse_line(self, line: bytes) -> None:
+    def _keep_invalid_line(self, line: bytes) -> None:
+        """Keep a line that is no answer as output, log the first one, and mark the child garbled after many."""
         self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
         if not self._invalid_lines:
             log.warning(
@@ -132,21 +133,25 @@ class Child:
         status = self._process.poll()
         held = "" if self._held is None else f", which held {budget.megabytes(self._held)} when last seen,"
         if status is None:
-            return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.words}")
+            return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}")
         if status != -signal.SIGKILL and exhausted.tells_of_memory(self._tail.decode(errors="replace")):
-            return self._starved(f"the task's process{held} ran out of memory and ended; it said: {self.words}")
+            return self._out_of_memory(
+                f"the task's process{held} ran out of memory and ended; it said: {self.last_output}"
+            )
         if status >= 0:
-            return Outcome(code="failed", reason=f"the task's process ended with code {status}; it said: {self.words}")
+            return Outcome(
+                code="failed", reason=f"the task's process ended with code {status}; it said: {self.last_output}"
+            )
         if status != -signal.SIGKILL:
             name = signal.Signals(-status).name
-            reason = f"the task's process{held} died of {name}; it said: {self.words}"
+            reason = f"the task's process{held} died of {name}; it said: {self.last_output}"
             return Outcome(code="failed", reason=reason, killed=-status in FROM_OUTSIDE)
         return self._murdered(held)
 
     def _murdered(self, held: str) -> Outcome:
         """Cause of a SIGKILL: only within the task's own limit is it certain that the task itself was too large."""
         if (self._count_own() or 0) > (self._own_kills or 0):
-            return self._starved(f"the kernel killed the task's process{held} at its budget")
+            return self._out_of_memory(f"the kernel killed the task's process{held} at its budget")
         kills = self._count_kills()
         if kills is None or self._oom_kills is None:  # JetPack 4 (Linux 4.9) does not count
             how = f"the task's process{held} was killed, most likely by the kernel for want of memory"
@@ -156,18 +161,19 @@ class Child:
             return Outcome(
                 code="failed", reason=f"the task's process{held} was killed by somebody (SIGKILL)", killed=True
             )
-        return msgspec.structs.replace(self._starved(how), killed=True)
+        return msgspec.structs.replace(self._out_of_memory(how), killed=True)
 
-    def _starved(self, how: str) -> Outcome:
+    def _out_of_memory(self, how: str) -> Outcome:
+        """Return the outcome of a process that ran out of memory."""
         reason = f"{how}: ask for less, or lower budget to what the board can give"
         return Outcome(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
 
     def has_company(self) -> bool:
-        """Return whether other processes are in this process's group: what a task has started and not ended."""
-        return any(pid != self.pid for pid in _group(self.pid))
+        """Return whether other processes, which a task has started, are left in the process group."""
+        return any(pid != self.pid for pid in _processes_in_group(self.pid))
 
     def kill(self) -> None:
-        """Kill its process group and close its pipes."""
+        """Kill the process with its group and close the pipes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # also where the first process has ended
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
@@ -204,8 +210,8 @@ def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
     return pipe, b"".join(parts)
 
 
-def _group(leader: int) -> Iterator[int]:
-    """Ids of the processes of a process group that have not ended."""
+def _processes_in_group(leader: int) -> Iterator[int]:
+    """Yield the ids of running processes in a process group."""
     for name in os.listdir(PROC):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from fedquilt.core import BlobRef, Digest, Task, Usage
+from fedquilt.core import BlobRef, Digest, EvaluationSums, Task, Usage
 from fedquilt.wire import RefusalCode
 
 
@@ -70,6 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     reason: str = ""
     weight: float = 0.0
     metrics: dict[str, float] = {}
+    evaluation: EvaluationSums | None = None
     bundles: dict[str, BlobRef] = {}
     blobs: dict[Digest, bytes] = {}  # by sha256: bundles that are in no file
     private: BlobRef | None = None  # the private state that the task left; None: it left none

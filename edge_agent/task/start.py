@@ -11,7 +11,7 @@ from pathlib import Path
 from fedquilt.edge_agent.task import confine
 
 if __name__ == "__main__":
-    confine.enter(Path(sys.argv[1]))
+    confine.confine_to(Path(sys.argv[1]))
     from fedquilt.edge_agent.task import main
 
     main.main()

@@ -161,7 +161,7 @@ class InlineWorker(VirtualWorker):
 
         super().start(order, now_s)
         self._bench = self._bench or main.Bench(self._load)
-        self.worked(main.carry_out(order, self._bench), now_s)
+        self.worked(main.run_order(order, self._bench), now_s)
 
 
 class ChildWorker:
@@ -194,9 +194,9 @@ class ChildWorker:
         return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
     def start(self, order: Asked, now_s: float) -> None:
-        """Send the order to the child, which is started if there is none for this engine."""
+        """Send the order to the child process, which is started unless one for this engine runs."""
         if self._child is not None and self._child.engine != order.engine:
-            self._end()
+            self._end_child()
         try:
             if self._child is None:
                 self._cage.divide()
@@ -205,12 +205,12 @@ class ChildWorker:
                 self._cage.limit(self._child.pid, order.budget_bytes)
             self._child.send(msgspec.json.encode(order) + b"\n")
         except OSError as error:
-            self._end()
+            self._end_child()
             self._failed = Outcome(code="failed", reason=f"the task's process cannot be started: {error}")
         self._order, self._idle_s = order, math.inf
 
     def poll(self, now_s: float) -> list[Event]:
-        """Answers of the child; ends it above its budget or after `warm_s` without an order."""
+        """Return the child's answers. End the child if it exceeds its budget, is spoilt, or was idle for long."""
         if self._failed is not None:
             failed, self._failed, self._order = self._failed, None, None
             return [failed]
@@ -222,20 +222,20 @@ class ChildWorker:
             if self._order is None:
                 continue  # it has answered already
             if isinstance(event, Outcome):
-                event = _bounded(event, self._order.budget_bytes)
+                event = _require_small_result(event, self._order.budget_bytes)
             events.append(event)
             if isinstance(event, Outcome):
                 self._order, self._idle_s = None, now_s
                 broken_gpu = event.code == "failed" and exhausted.tells_of_gpu(event.reason)
                 spoilt = broken_gpu or self._child.has_company()  # for every later order too
         if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
-            self._end()
+            self._end_child()
             self._order = None
             events.append(ended)
         elif self._order is None and (
             spoilt or self._child.garbled or self._child.gone or now_s >= self._idle_s + self._warm_s
         ):
-            self._end()
+            self._end_child()
         return events
 
     def due_s(self, now_s: float) -> float:
@@ -249,7 +249,7 @@ class ChildWorker:
     def kill(self) -> None:
         """End the child with its order."""
         self._order = self._failed = None
-        self._end()
+        self._end_child()
 
     def fds(self) -> Sequence[int]:
         """File descriptors of the child's output."""
@@ -263,7 +263,9 @@ class ChildWorker:
         """Outcome of the order if its process is dead or has to be killed; None: it continues."""
         held = child.look()
         if child.garbled:
-            return Outcome(code="failed", reason=f"the task's process answers no protocol; it said: {child.words}")
+            return Outcome(
+                code="failed", reason=f"the task's process answers no protocol; it said: {child.last_output}"
+            )
         if child.gone:
             return child.obituary()
         if held is not None and held > order.budget_bytes:
@@ -278,7 +280,8 @@ class ChildWorker:
             )
         return None
 
-    def _end(self) -> None:
+    def _end_child(self) -> None:
+        """Kill the child process, if any, and empty its temporary folder."""
         if self._child is not None:
             self._child.kill()
             self._child = None
@@ -290,8 +293,8 @@ class ChildWorker:
             REAL.clear(self._private / confine.TEMPORARY)
 
 
-def _bounded(outcome: Outcome, budget_bytes: int) -> Outcome:
-    """Return the outcome, or a failure if it names files that are larger than the memory that they were made in."""
+def _require_small_result(outcome: Outcome, budget_bytes: int) -> Outcome:
+    """Return the outcome, or a failure if its files are larger than the memory budget."""
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(each.size for each in files)) <= budget_bytes:
         return outcome

@@ -124,7 +124,7 @@ def odd(path: Path, why: object) -> ModelError:
 
 
 @contextmanager
-def opened(path: Path, copy: IO[bytes] | None = None) -> Iterator[Bundle]:
+def open_bundle(path: Path, copy: IO[bytes] | None = None) -> Iterator[Bundle]:
     """Open a bundle, or a `copy` of it that nobody else can change.
 
     Raises:

@@ -159,8 +159,8 @@ def _canonical(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def build(order: Order, disk: Disk = REAL) -> Path:
-    """Make the environment, unless it is there; its folder.
+def build_environment(order: Order, disk: Disk = REAL) -> Path:
+    """Check the bundle, unpack it into an environment unless that exists, and return its folder.
 
     Raises:
         ModelError: a bundle that this board cannot use.
@@ -169,7 +169,7 @@ def build(order: Order, disk: Disk = REAL) -> Path:
     """
     folder = Path(order.folder)
     home, new = folder / order.sha256, folder / f"{order.sha256}.new"
-    with _private_copy(order, disk) as copy, archive.opened(Path(order.bundle), copy) as bundle:
+    with _open_private_copy(order, disk) as copy, archive.open_bundle(Path(order.bundle), copy) as bundle:
         fits(bundle.manifest)
         trusted(bundle, order.ca, order.unsigned)
         if not order.unsigned:
@@ -196,8 +196,8 @@ def build(order: Order, disk: Disk = REAL) -> Path:
 
 
 @contextmanager
-def _private_copy(order: Order, disk: Disk) -> Iterator[IO[bytes]]:
-    """Copy the bundle into a file without a name: what is checked is then what is unpacked.
+def _open_private_copy(order: Order, disk: Disk) -> Iterator[IO[bytes]]:
+    """Yield a copy of the bundle without a name, so that the bytes checked are those unpacked.
 
     Raises:
         ModelError: If the bytes are not those of the blob that was asked for.
@@ -209,7 +209,7 @@ def _private_copy(order: Order, disk: Disk) -> Iterator[IO[bytes]]:
     with file:
         digest = hashlib.sha256()
         with doing(f"copy {order.bundle}", "free some space on the board"):
-            for piece in disk.pieces(order.bundle):
+            for piece in disk.read_pieces(order.bundle):
                 digest.update(piece)
                 file.write(piece)
         if digest.hexdigest() != order.sha256:
@@ -240,13 +240,13 @@ def _unpack(bundle: Bundle, new: Path, home: Path, places: Iterable[str]) -> Non
 
 
 def main() -> None:
-    """Build what stdin asks for, and become the new version's own check."""
+    """Build the environment requested on stdin, then become the new version's check."""
     try:
         protect_memory()
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
         if order.parent:
             die_with(order.parent)
-        build(order)
+        build_environment(order)
     except (FedquiltError, msgspec.MsgspecError) as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))

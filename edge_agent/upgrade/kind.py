@@ -182,7 +182,7 @@ class AgentKind(Kind):
         started = self._launcher()
         if blob is None or release.blob is None:
             raise ModelError("a release of the agent needs a bundle of wheels")
-        with archive.opened(blob) as bundle:
+        with archive.open_bundle(blob) as bundle:
             build.fits(bundle.manifest)
         choice = self._choice()
         if choice.returned or choice.failed:
@@ -230,7 +230,7 @@ class AgentKind(Kind):
             pass
 
     def checked(self) -> Verdict | None:
-        """The end of the check; None: it goes on."""
+        """Return the verdict of the running check, or None while it goes on. Start a killed check again."""
         if self._process is None:
             return Verdict("its check was ended", {})
         said = _read(self._process.stderr)

@@ -174,7 +174,7 @@ def _cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
 
     wanted = job.settings
     folder = out / "bundles" / digest(wanted)
-    prepare.whole(wanted, folder)
+    prepare.prepare_and_check(wanted, folder)
     return runs.cases(wanted, folder, [job.method], seeds)
 
 

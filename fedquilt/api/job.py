@@ -147,7 +147,7 @@ class Job:
 
     def __post_init__(self) -> None:
         given = {each.name: _plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
-        made = jobs.parse(jobs.completed(given, Path.cwd()))
+        made = jobs.parse(jobs.complete_table(given, Path.cwd()))
         if made.data:
             DataSpec.parse(made.data)
         if {"path", "sources", "synthetic"} & made.test.keys():

@@ -83,7 +83,7 @@ def simulate(
     with contextlib.ExitStack() as stack:
         place = Path(home) if home is not None else stack.enter_context(Scratch())
         bundle = place / "bundles" / digest(made)
-        prepare.whole(made, bundle)
+        prepare.prepare_and_check(made, bundle)
         with contextlib.closing(live.display(progress)) as shown:
             watch = _Watch(made, place, told, shown.show)
             try:

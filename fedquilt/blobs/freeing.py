@@ -50,7 +50,7 @@ class Freeing:
         with suppress(OSError):  # it is gone, or too many files are open
             found = self._disk.stat(path)
             if found is not None and found.size >= LARGE_BYTES and len(self._open) < OPEN_MOST:
-                return self._disk.opened(path)
+                return self._disk.open_for_reading(path)
         return None
 
     def _close(self, file: int) -> None:

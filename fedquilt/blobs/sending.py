@@ -74,7 +74,7 @@ class Sender:
         try:
             manifest = self._manifest(device, get.sha256, get.chunk)
         except FedquiltError as error:
-            return self._refuse(device, get.sha256, str(error))
+            return self._publish_missing(device, get.sha256, str(error))
         if manifest is None:
             self._waiting.setdefault(get.sha256, {})[device] = get
             return None
@@ -122,7 +122,7 @@ class Sender:
         except StoreError as error:
             del self._cutting[key]
             if isinstance(error, chunks.DamagedBlobError):
-                self._depot.damaged(key[0])
+                self._depot.discard_damaged(key[0])
             raise
         if manifest is None:
             return False
@@ -145,7 +145,7 @@ class Sender:
             except StoreError as error:
                 ended, reason = True, str(error)
             for device, get in self._waiting.pop(key[0], {}).items() if ended else ():
-                self._refuse(device, get.sha256, reason) if reason else self.answer(device, get)
+                self._publish_missing(device, get.sha256, reason) if reason else self.answer(device, get)
         while (item := self._serve.take(self._link.backlog)) is not None:
             self._send(item)
 
@@ -168,7 +168,7 @@ class Sender:
                 self._link.publish(topic, payload, reliable=False)
                 self.sent_bytes[device] += len(payload)
         except FedquiltError as error:
-            self._refuse(device, sha256, str(error))
+            self._publish_missing(device, sha256, str(error))
 
     def _require_sound(self, item: Item, manifest: wire.Manifest, payload: bytes) -> None:
         """Hash a chunk that is asked for a second time: it may have arrived damaged because it is damaged here.
@@ -187,10 +187,11 @@ class Sender:
         if not chunks.is_chunk(manifest, item.index, payload):
             self._manifests.pop((item.sha256, item.chunk), None)
             self._latest = ("", 0, 0), b""
-            self._depot.damaged(item.sha256)
+            self._depot.discard_damaged(item.sha256)
             raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
 
-    def _refuse(self, device: str, sha256: str, reason: str) -> None:
+    def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
+        """Publish to a device that a blob cannot be sent, with the reason."""
         log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
         self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=shorten_error(reason)))
 

@@ -16,7 +16,7 @@ class Shared:
 
     def __init__(self, folder: Path) -> None:
         self.depot = Depot(folder, durable=False)
-        self.depot.keep(set())  # leftovers of a killed process
+        self.depot.remove_all_but(set())  # leftovers of a killed process
         self._holders: Counter[str] = Counter()  # sha256 -> number of depots that have it
 
     def add(self, ref: BlobRef) -> None:
@@ -43,20 +43,20 @@ class Lodger(Depot):
         super().__init__(folder, durable=False, make=False)
         self._made = self.disk.is_dir(folder)
 
-    def file(self, sha256: str, *, compared: bool = False) -> str | None:
+    def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
         """Path of a blob, in the shared or the own folder; None: this depot lacks it."""
         if sha256 in self._here:
-            return self._shared.depot.file(sha256, compared=compared)
-        return super().file(sha256, compared=compared)
+            return self._shared.depot.verified_path(sha256, compared=compared)
+        return super().verified_path(sha256, compared=compared)
 
     def ref(self, sha256: str) -> BlobRef | None:
         """Reference of a blob; None: this depot lacks it."""
         found = self._here.get(sha256)
         return super().ref(sha256) if found is None and self._made else found
 
-    def look(self, ref: BlobRef) -> bool:
+    def is_intact(self, ref: BlobRef) -> bool:
         """Whether this depot has a blob, undamaged."""
-        return self._shared.depot.look(ref) if ref.sha256 in self._here else self._made and super().look(ref)
+        return self._shared.depot.is_intact(ref) if ref.sha256 in self._here else self._made and super().is_intact(ref)
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """Read a range of a blob."""
@@ -91,12 +91,12 @@ class Lodger(Depot):
         self._shared.depot.adopt(self._at(ref.sha256), ref)
         self._held(ref)
 
-    def damaged(self, sha256: str) -> None:
+    def discard_damaged(self, sha256: str) -> None:
         """Put a damaged blob out of use: for all depots that share it."""
         if sha256 in self._here:
-            self._shared.depot.damaged(sha256)
+            self._shared.depot.discard_damaged(sha256)
         else:
-            super().damaged(sha256)
+            super().discard_damaged(sha256)
 
     def drop(self, sha256: str) -> None:
         """Remove a blob from this depot; its shared copy goes with the last holder."""
@@ -105,16 +105,17 @@ class Lodger(Depot):
         if self._made:
             super().drop(sha256)
 
-    def keep(self, only: set[str]) -> None:
+    def remove_all_but(self, only: set[str]) -> None:
         """Remove all blobs except these."""
         for sha256 in self._here.keys() - only:
             self.drop(sha256)
         if self._made:
-            super().keep(only)
+            super().remove_all_but(only)
 
-    def unused(self) -> list[tuple[str, int]]:
-        """Names and sizes of all blobs, the longest unused first."""
-        return [*(super().unused() if self._made else ()), *((ref.sha256, ref.size) for ref in self._here.values())]
+    def unused(self) -> list[tuple[int, str, int]]:
+        """See `Depot`. Blobs in memory have no time, only an order."""
+        here = ((order, ref.sha256, ref.size) for order, ref in enumerate(self._here.values()))
+        return [*(super().unused() if self._made else ()), *here]
 
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""

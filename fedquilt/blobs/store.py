@@ -4,7 +4,7 @@
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
     <sha256>.damaged  was whole, and holds other bytes now: out of use, and removed after a day
     <random>.tmp      being written by `put` or `put_file`, removed after a day if its process was killed
-    <random>.own      the same, by the process that has the folder `alone`, whose next start removes it
+    <random>.own      the same, by the process that has the folder `open_as_owner`, whose next start removes it
     small.pack        small blobs that one process stores and drops soon (`stow`), once it has the depot alone
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
@@ -13,14 +13,14 @@ its chunks: a record could claim data that a power cut lost. `resume` asks the f
 system where there is data and believes only what matches the manifest.
 
 What a disk gives back need not be what it was given, and a bit that flips changes no time of its file. So a blob is
-hashed whenever it is opened (`load`, `file`), and what is damaged counts as absent: it is fetched or made again, or
-refused. For `has`, in a depot that is not durable, and for a file whose reader hashes it, once an hour will do. Who
-receives a part (`read`) checks it.
+hashed whenever it is opened (`load`, `verified_path`), and what is damaged counts as absent: it is fetched or made
+again, or refused. For `has`, in a depot that is not durable, and for a file whose reader hashes it, once an hour will
+do. Who receives a part (`read`) checks it.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 
 A work item of another thread names blobs in its result, which the owner records later. Whatever it stores or finds is
-pinned until then (`pinning`), and pinned blobs are not removed.
+pinned until then (`pin_during`), and pinned blobs are not removed.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Depot:
             self._unsynced = durable and make  # an earlier process may have ended before it synced the last names
             self._pack = None if durable else Pack(self._prefix + PACK, self.disk, checks=self._durable)
 
-    def alone(self) -> None:
-        """Take the depot for this process alone to stow in: small blobs share a file, and a wait for the disk.
+    def open_as_owner(self) -> None:
+        """Open the depot as the only process that stows blobs, so that small ones share a file.
 
         Files that the last such process was writing when it was killed are removed.
         """
@@ -104,7 +104,7 @@ class Depot:
             self._pack = self._pack or Pack(self._prefix + PACK, self.disk, checks=self._durable)
             if self._kind != "own":
                 self._kind = "own"
-                for found in self._entries():
+                for found in self._depot_entries():
                     if found.name.endswith(".own"):
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
@@ -116,10 +116,10 @@ class Depot:
 
     # -- pins --
 
-    def pinning(
+    def pin_during(
         self, item: Callable[[], T], then: Callable[[Callable[[], T], float], None]
     ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
-        """Return a work item and what follows from its result, with its blobs pinned until that has been done."""
+        """Return a work item and its callback, wrapped so that the item's blobs are pinned until both have run."""
         pins = set[str]()
 
         def pinned() -> T:
@@ -140,13 +140,13 @@ class Depot:
 
         return pinned, decided
 
-    def pinned(self) -> set[str]:
-        """Return the blobs that are pinned."""
+    def pinned_blobs(self) -> set[str]:
+        """Return the sha256 of the blobs that are pinned."""
         with self._pin_lock:
             return set[str]().union(*self._pins.values())
 
     def _pin(self, sha256: str) -> None:
-        """Pin a blob before it is looked for: what is found then stays."""
+        """Pin a blob for the work item of this thread, if any, before the blob is looked for."""
         pins: set[str] | None = getattr(self._item, "pins", None)
         if pins is not None:
             with self._pin_lock:
@@ -159,11 +159,11 @@ class Depot:
 
     def path(self, sha256: str) -> Path | None:
         """Path of a whole blob, which gets a file if it has none; None: it is not here, or damaged."""
-        found = self.file(sha256)
+        found = self.verified_path(sha256)
         return None if found is None else Path(found)
 
-    def file(self, sha256: str, *, compared: bool = False) -> str | None:
-        """Path of a whole blob as text. `compared`: who opens it hashes what it reads, so that once an hour will do."""
+    def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
+        """Return the path of a whole blob, or None without one. With `compared` the caller hashes what it reads."""
         path = self._at(sha256)
         self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
@@ -175,7 +175,7 @@ class Depot:
         return None if payload is None else path
 
     def ref(self, sha256: str) -> BlobRef | None:
-        """Reference of a whole blob, if it is here; it is not read."""
+        """Return the reference of a whole blob, which is not read, or None if it is missing."""
         self._pin(sha256)
         if self._pack is not None and (size := self._pack.size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
@@ -187,11 +187,11 @@ class Depot:
     def has(self, ref: BlobRef) -> bool:
         """Whether the whole blob is here, undamaged; not where the disk does not say."""
         with suppress(StoreError):
-            return self.look(ref)
+            return self.is_intact(ref)
         return False
 
-    def look(self, ref: BlobRef) -> bool:
-        """Whether the whole blob is here, undamaged; raises StoreError where the disk does not say."""
+    def is_intact(self, ref: BlobRef) -> bool:
+        """Return whether the whole blob is here and undamaged. Raise StoreError if the disk fails."""
         self._pin(ref.sha256)
         if self._pack is not None and (size := self._pack.size(ref.sha256)) is not None:
             return size == ref.size
@@ -204,8 +204,8 @@ class Depot:
         """Hash every blob again when it is opened next: something has failed that may be a disk's fault."""
         self._verified.forget()
 
-    def damaged(self, sha256: str) -> None:
-        """Put a blob out of use that was found to be damaged, so that its user may store it again."""
+    def discard_damaged(self, sha256: str) -> None:
+        """Put a damaged blob out of use, so that it can be stored again."""
         with self._doing(f"put the damaged blob {sha256[:12]} aside"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.drop(sha256)
@@ -222,10 +222,10 @@ class Depot:
     def opened(self, sha256: str) -> int:
         """Descriptor of a whole blob's file, for reading; who receives its bytes checks them, as of `read`."""
         with self._doing(f"read blob {sha256[:12]}"):
-            return self.disk.opened(self._at(sha256))
+            return self.disk.open_for_reading(self._at(sha256))
 
     def load(self, sha256: str) -> bytes | None:
-        """Read a whole blob; None: it is not here, or damaged."""
+        """Return the bytes of a whole blob, or None if it is missing or damaged."""
         self._pin(sha256)
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
@@ -239,14 +239,14 @@ class Depot:
                 return self.packed(sha256)
 
     def packed(self, sha256: str) -> bytes | None:
-        """A small blob that was stowed, by this process or by the one that is `alone` here; None: none, or damaged."""
+        """Return a small blob that this process or the depot's owner has stowed, or None if missing or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
             return self._pack.load(sha256) if self._pack else copy_of(self._prefix + PACK, self.disk, sha256)
 
     # -- whole blobs --
 
     def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store bytes; if the depot is durable they are on disk when this returns.
+        """Store bytes and return their reference. In a durable depot they are then on the disk.
 
         Raises:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
@@ -264,25 +264,25 @@ class Depot:
     def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         """Store like `put` a blob that only this process drops, and soon: small ones get no file of their own.
 
-        In a durable depot they do unless this process is `alone`, and are on the disk after `settle` alone.
+        In a durable depot they do unless this process is `open_as_owner`, and are on the disk after `settle` alone.
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.put(payload, expected)
         ref = chunks.reference(payload, expected)
         if not self.has(ref):
-            self.take_over(ref, self.lay_by(ref, payload))
+            self.take_over(ref, self.write_unnamed(ref, payload))
         return ref
 
     def put_by(self, write: Callable[[Path], None]) -> BlobRef:
         """Store what `write` puts into a file: for what is too large to be held as bytes beside what it is made of."""
-        with self._doing("store a blob"), self._temporary() as path:
+        with self._doing("store a blob"), self._temporary_path() as path:
             write(Path(path))
             if not self.has(ref := self._synced(path)):
-                self._place(path, ref.sha256)
+                self._move_into_place(path, ref.sha256)
         return ref
 
-    def lay_by(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a small blob of known digest without naming it yet; returns its place. For who is `alone` only."""
+    def write_unnamed(self, ref: BlobRef, payload: bytes) -> int:
+        """Write a small blob of known digest without naming it yet, and return its place. For the owner only."""
         assert self._pack is not None
         with self._doing(f"store blob {ref.sha256[:12]}"):
             return self._pack.put(ref.sha256, payload)
@@ -306,10 +306,10 @@ class Depot:
         """
         if self.has(expected):
             return
-        with self._doing(f"store {path}"), self._temporary() as temporary:
+        with self._doing(f"store {path}"), self._temporary_path() as temporary:
             digest = self.disk.copy_untrusted(path, temporary, expected.size)
-            self._require(path, self._synced(temporary, digest), expected)
-            self._place(temporary, expected.sha256)
+            self._require_expected(path, self._synced(temporary, digest), expected)
+            self._move_into_place(temporary, expected.sha256)
 
     def put_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file: linked if the file system can, else copied.
@@ -322,7 +322,7 @@ class Depot:
         """
         if expected is not None and self.has(expected):
             return expected
-        with self._doing(f"store {path}"), self._temporary() as temporary:
+        with self._doing(f"store {path}"), self._temporary_path() as temporary:
             try:
                 if move:
                     self.disk.replace(path, temporary)
@@ -331,9 +331,9 @@ class Depot:
             except OSError:  # another file system, or one without links
                 self.disk.copy(path, temporary)
             ref = self._synced(temporary)
-            self._require(path, ref, expected)
+            self._require_expected(path, ref, expected)
             if not self.has(ref):
-                self._place(temporary, ref.sha256)
+                self._move_into_place(temporary, ref.sha256)
         return ref
 
     def adopt(self, path: str, ref: BlobRef) -> None:
@@ -361,7 +361,7 @@ class Depot:
             for path in (self._at(sha256), self._part(sha256)):
                 self._freeing.unlink(path)
 
-    def keep(self, only: set[str]) -> None:
+    def remove_all_but(self, only: set[str]) -> None:
         """Remove every blob except these and those that are pinned.
 
         Parts, damaged and temporary files go a day after their last write.
@@ -371,7 +371,7 @@ class Depot:
                 with self._pin_lock:
                     if not self._is_pinned(sha256):
                         self._pack.drop(sha256)  # type: ignore[union-attr]
-            for found in self._entries():
+            for found in self._depot_entries():
                 sha256, _, kind = found.name.partition(".")
                 stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
                 superfluous = kind == "part" and self.ref(sha256) is not None
@@ -380,11 +380,10 @@ class Depot:
                         self._verified.forget(found.name)
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
-    def unused(self) -> list[tuple[str, int]]:
-        """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""
+    def unused(self) -> list[tuple[int, str, int]]:
+        """(time of use in ns, sha256, size) of every file of a blob, parts and temporary ones too, oldest first."""
         with self._doing("list blobs"):
-            found = sorted((each.mtime_ns, each.name, each.size) for each in self._entries())
-        return [(name.partition(".")[0], size) for _, name, size in found]
+            return sorted((each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._depot_entries())
 
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""
@@ -399,7 +398,7 @@ class Depot:
         with self._doing(f"receive blob {manifest.sha256[:12]}"):
             part = self._part(manifest.sha256)
             self.disk.resize(part, manifest.size)
-            for start, end in self.disk.data(part):
+            for start, end in self.disk.data_ranges(part):
                 # a written chunk begins inside data
                 for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
                     offset, size = chunks.extent(manifest, index)
@@ -422,7 +421,7 @@ class Depot:
             if self._synced(part, digest) != ref:
                 self.disk.unlink(part)
                 raise chunks.arrived_damaged(ref)
-            self._place(part, ref.sha256)
+            self._move_into_place(part, ref.sha256)
 
     # -- within --
 
@@ -434,7 +433,8 @@ class Depot:
     def _part(self, sha256: str) -> str:
         return f"{self._at(sha256)}.part"
 
-    def _entries(self) -> Iterator[Found]:
+    def _depot_entries(self) -> Iterator[Found]:
+        """Yield the folder's files that are blobs, or parts, damaged or temporary files of the depot."""
         for entry in self.disk.entries(self.folder):
             sha256, _, kind = entry.name.partition(".")
             if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
@@ -468,26 +468,29 @@ class Depot:
         return BlobRef(sha256=digest or self.disk.digest(path), size=found.size)
 
     @staticmethod
-    def _require(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
+    def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
+        """Raise DamagedBlobError if a file's reference is not the expected one, if any."""
         if expected not in (None, ref):
             raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
 
     def _store(self, payload: bytes, sha256: str) -> None:
-        with self._temporary() as path:
+        with self._temporary_path() as path:
             self.disk.write(path, payload, new=True)
             if self._durable:
                 self.disk.sync(path)
-            self._place(path, sha256)
+            self._move_into_place(path, sha256)
 
     @contextmanager
-    def _temporary(self) -> Iterator[str]:
+    def _temporary_path(self) -> Iterator[str]:
+        """Yield the path of a new temporary file, which is removed afterwards."""
         path = f"{self._prefix}{os.urandom(16).hex()}.{self._kind}"
         try:
             yield path
         finally:
             self.disk.unlink(path)
 
-    def _place(self, path: str, sha256: str) -> None:
+    def _move_into_place(self, path: str, sha256: str) -> None:
+        """Rename a verified temporary file to its blob's name, and sync the folder."""
         self._unsynced = self._durable
         self.disk.replace(path, self._at(sha256))
         self._verified.note(self._at(sha256), sha256)

@@ -166,7 +166,7 @@ class Streaming:
         found = []
         for ended in self._carriers.take_ended():
             if ended.intake is None:
-                self._gone(ended)
+                self._publish_transfer_end(ended)
                 continue
             coming = self._coming.get(ended.key)
             if coming is None or coming.intake is not ended.intake:
@@ -214,7 +214,8 @@ class Streaming:
         self._carriers.over(key)
         self._carriers.give_up(key, coming.intake, reason)
 
-    def _gone(self, ended: Ended) -> None:
+    def _publish_transfer_end(self, ended: Ended) -> None:
+        """Publish that a carrier's transfer to the other side has ended, with its error if it failed."""
         going = self._going.pop(ended.key, None)
         if going is None:
             return

@@ -23,6 +23,6 @@ def delete(runs: tuple[str, ...], yes: bool, home: Path) -> int:
         store.require_idle(ids)
         if not homes.agreed(f"delete {', '.join(ids)} for good?", yes):
             return 130
-        found = housekeeping.remove(store, ids)
+        found = housekeeping.remove_runs(store, ids)
     print(f"deleted {', '.join(ids)}: {homes.swept(found)}")
     return 0

@@ -22,6 +22,7 @@ CHECKS = "What a board asks of a model in its own check, beside what it runs now
     shell_complete=options.runs,
 )
 @option("--model", type=options.PATH, metavar="FILE.onnx", help="Deploy this file instead of a run's result.")
+@option("--input-shape", type=options.POSITIVE, many=True, help="Shape of one example of --model: 3,224,224.")
 @phases.options_of(
     option("--min-gain", type=phases.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
     option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
@@ -34,6 +35,7 @@ CHECKS = "What a board asks of a model in its own check, beside what it runs now
 def deploy(
     run: str | None,
     model: Path | None,
+    input_shape: tuple[int, ...],
     phased: Phased,
     min_gain: float | None,
     max_latency: float | None,
@@ -46,9 +48,8 @@ def deploy(
     """Bring a run's result, or an ONNX file, to the boards in phases; the coordinator of --home carries it out."""
     from msgspec.structs import replace
 
-    from fedquilt import wire
+    from fedquilt import onnx_fill, wire
     from fedquilt.coordinator import requests
-    from fedquilt.core import StoreError
     from fedquilt.tools.artefacts import export
 
     options.exclusive(rollback=rollback, abort=abort, model=model)
@@ -67,13 +68,10 @@ def deploy(
         )
         plan = phased.plan("model", "", limits=limits)
         if model is not None:
-            try:
-                payload, what = model.read_bytes(), model.name
-            except OSError as error:
-                raise StoreError(f"cannot read {model}: {error.strerror}") from None
-            name = model.stem
-            export.loadable(payload, what)
+            payload, what, shape = b"".join(onnx_fill.read_whole(model)), model.name, input_shape or None
+            found = export.loadable(payload, what, shape)
+            plan = replace(plan, name=model.stem[:200], input_shape=shape, versions=found.versions)
         else:
             payload, what = export.graph(store, str(run))
-            name = store.job(str(run)).id
-        begin(store, replace(plan, name=name[:200]), payload, what, home)
+            plan = replace(plan, name=store.job(str(run)).id)
+        begin(store, plan, payload, what, home)

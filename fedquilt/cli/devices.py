@@ -38,7 +38,7 @@ def devices(
     home: Path,
     format: str,
 ) -> None:
-    """Show every board: since when it is online, what it does and how far, watts, memory, refusals, labels."""
+    """Show each device's state, task, power, memory, refusals and labels, or remove devices."""
     from fedquilt import columns, labels
     from fedquilt.coordinator import requests
     from fedquilt.coordinator.store_rows import served
@@ -51,7 +51,7 @@ def devices(
         if not names or label or state or watch:
             raise JobError("--remove takes the NAMEs of the boards to remove, and neither --label, --state nor --watch")
         with homes.existing(home) as store:
-            print("\n".join(columns.fold(requests.remove(store, names, force=force), 0)))
+            print("\n".join(columns.fold(requests.remove_devices(store, names, force=force), 0)))
         return None
     if force:
         raise JobError("--force has a meaning only with --remove")
@@ -65,7 +65,9 @@ def devices(
 
     def show(found: list[Device]) -> None:
         now = time.time()
-        told = [] if format == "json" else view.lines(found, now, served=served(home), away=view.away(home, now))
+        told = (
+            [] if format == "json" else view.format_devices(found, now, served=served(home), away=view.away(home, now))
+        )
         if watch and format == "text" and sys.stdout.isatty():
             most = shutil.get_terminal_size().lines - 2
             hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []

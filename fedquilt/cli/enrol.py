@@ -47,7 +47,7 @@ def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca
     from fedquilt.tools.identity import commands
 
     logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
-    return commands.listen(ca, listen, port, list(hosts), days)
+    return commands.serve_enrolment(ca, listen, port, list(hosts), days)
 
 
 @enrol.command()

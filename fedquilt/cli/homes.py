@@ -100,18 +100,20 @@ def follow(home: Path, broker: Broker, blobs: Blobs, store: Any, submit: Callabl
     from fedquilt.coordinator import limits
     from fedquilt.coordinator.views import terminal
 
-    where, limited = blobs.where(broker.ca), limits.load(home)
+    where, limited = blobs.where(broker.ca), limits.load_limits(home)
     here, id = store.lock(), submit()
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
     if here:
         console = terminal.Console(wordy=wordy() > 0)
         link, identity = link_to(broker, console.say)
         link.connect(timeout_s=5.0)
-        terminal.coordinate(store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where)
+        terminal.run_coordinator(
+            store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
+        )
     else:
         if blobs.given:
             print(f"{blobs.given[0]} has no effect: a coordinator serves {home}, by the options of its own command")
-        terminal.tell(store, id, follow=True)
+        terminal.print_log(store, id, follow=True)
     return ended(home, id, store.status(id), f"fedquilt resume {id}")
 
 

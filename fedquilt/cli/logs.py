@@ -31,4 +31,4 @@ def logs(run: str, follow: bool, track: tuple[str, ...], home: Path, format: str
 
             told = tracking.Audience([tracking.named(each) for each in track])
             watch = {"watch": stack.enter_context(tracking.following(home, id, told))}
-        terminal.tell(store, id, follow=follow, json=format == "json", **watch)
+        terminal.print_log(store, id, follow=follow, json=format == "json", **watch)

@@ -138,7 +138,7 @@ def begin(store: Store, plan: Plan, payload: bytes | None, what: str, home: Path
     from fedquilt.coordinator import requests
     from fedquilt.coordinator.views import rollouts as view
 
-    id = requests.deploy(store, plan, payload)
+    id = requests.queue_rollout(store, plan, payload)
     print(f"{id}: {what}; `fedquilt rollouts {id} --home {home}` shows how far it is")
     around = view.sight(home, store.rollouts)
     if said := view.unchosen(plan, around):

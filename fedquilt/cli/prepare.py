@@ -18,6 +18,6 @@ def prepare(job: Path, out: Path | None) -> None:
 
     read, folder = homes.load_job(job), homes.bundle_of(job, out)
     with config.naming(str(job)), progress.during(f"preparing {folder}"):
-        made = tool.whole(read, folder, progress.LINE.aside)
+        made = tool.prepare_and_check(read, folder, progress.LINE.aside)
     size = sum(ref.size for ref in made.files.values())
     print(f"{folder}: {len(made.files)} files, {units.size(size)}")

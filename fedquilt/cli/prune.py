@@ -34,6 +34,6 @@ def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool, 
             return 0
         if ids and not homes.agreed(f"delete {len(ids)} runs for good?", yes):
             return 130
-        found = housekeeping.remove(store, ids)
+        found = housekeeping.remove_runs(store, ids)
     print(f"deleted {len(ids)} runs: {homes.swept(found)}")
     return 0

@@ -35,14 +35,14 @@ def serve(
     from fedquilt.coordinator import limits
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.json_console import JsonConsole
-    from fedquilt.coordinator.views.terminal import Console, coordinate
+    from fedquilt.coordinator.views.terminal import Console, run_coordinator
 
     where = blobs.where(broker.ca)
     with Store(home) as store:
         home = home.resolve()
         if not store.lock():
             raise JobError(f"another coordinator serves {home} already")
-        limited = limits.load(home)
+        limited = limits.load_limits(home)
         console = Console(wordy=wordy() > 0, named=True)
         if log_format == "json":
             logs.as_json()
@@ -58,7 +58,7 @@ def serve(
 
             above = connected(site, store)
             console.say(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")
-        coordinate(
+        run_coordinator(
             store,
             link,
             broker.fleet,

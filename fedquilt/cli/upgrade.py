@@ -28,7 +28,7 @@ def upgrade(bundle: Path | None, phased: Phased, back: bool, home: Path) -> None
         if bundle is None:
             print(phases.take_back(store, "agent"))
             return
-        with archive.opened(bundle) as opened:
+        with archive.open_bundle(bundle) as opened:
             opened.check_wheels()
             told, signed = opened.manifest, opened.signature is not None
         try:

@@ -21,9 +21,11 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
 
     with homes.existing(home) as store:
         parts, row = reasons.of(store, run), store.job(run)
-        held_up = waits.of(row, store)
+        held_up = waits.describe_wait(row, store)
+        warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.facts(row.id)))
     whole = number is None and device is None
     told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
+    told += [warning] if warning and whole else []
     if whole and parts.state.phase == row.status == "failed":
-        told += log.ended("failed", parts.state.reason)
+        told += log.format_end("failed", parts.state.reason)
     homes.show(format, reasons.select(parts.found, number, device), [*reasons.lines(parts, number, device), *told])

@@ -10,8 +10,9 @@ is rounded; "topk" sets the entries that it sends and leaves all others at their
 and topk leave out stays on the device and is added to the next update (error feedback: Seide et al.,
 Interspeech 2014; Karimireddy et al., arXiv 1901.09847, EF-SGD), so that over the rounds nothing is lost.
 Any other tensor is rounded by itself, without memory, and by topk not at all. Only float32 arrays with axes are
-rounded: counters, bits, scalars, float64 sums and the running statistics of batch normalisation (a variance may
-not become negative) travel unchanged under every codec.
+rounded: counters, bits, scalars, float64 sums and the network's buffers (a running variance may not become negative)
+travel unchanged under every codec. The task names the buffers (`Encoding.unchanged`), which `sparing` reads from the
+bundle's register.
 
 Downloads are lossless: one content serves all devices, is named by its sha256, and goes to each only once.
 """
@@ -22,19 +23,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt import tensor_register, tensors
 from fedquilt.compression.lossy import CODERS
 from fedquilt.core import Answer, Encoding, ModelError, Tensors, UpdateError
 from fedquilt.tensors import Shaped
-
-STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
 MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
 
 T = TypeVar("T")
+
+
+def sparing(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
+    """Return the encoding of a job with the names of its network's buffers, which travel unchanged.
+
+    Args:
+        wire: Encoding that the job asks for.
+        meta: Meta of the job's bundle.
+
+    Raises:
+        ModelError: If the bundle has a network without a register.
+    """
+    network = meta.get("network")
+    if wire.codec == "raw" or not network:
+        return wire
+    register = tensor_register.register_of({**network, **{key: meta[key] for key in ("register",) if key in meta}})
+    buffers = [entry.name for entry in register.tensors if entry.kind != "parameter"]
+    return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -90,12 +108,12 @@ def encode(
     Raises:
         UpdateError, ModelError: as `encoded`.
     """
-    coder, sent, left = CODERS[wire.codec], {}, dict(unsent)
+    coder, sent, left, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
     for name, array in given.items():
         if MARK in name:
             raise ModelError(f"tensor {name!r}: a name with {MARK} cannot be told from a part's; [wire] codec = 'raw'")
         start = _start(base, name, array.shape)
-        if not _rounded(name, array) or (start is None and not coder.alone):
+        if name in unchanged or not _rounded(array) or (start is None and not coder.alone):
             sent[name] = array
             continue
         before, rest = left.pop(name, None), None
@@ -176,7 +194,7 @@ def _apart(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[st
     """Tensors that travel as they are, and the parts of each that does not, by its name.
 
     Raises:
-        UpdateError: a tensor has some of the codec's parts only, or travels in both ways.
+        UpdateError: a tensor has some of the codec's parts only, travels in both ways, or has to travel unchanged.
     """
     coder = CODERS[wire.codec]
     plain: dict[str, T] = {}
@@ -187,6 +205,8 @@ def _apart(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[st
             split.setdefault(of, {})[part] = each
         else:
             plain[name] = each
+    if odd := split.keys() & set(wire.unchanged):
+        raise UpdateError(f"tensor {min(odd)!r} was sent by {wire.codec}, and is a buffer, which travels unchanged")
     for name, parts in split.items():
         if name in plain or parts.keys() != set(coder.parts):
             given = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
@@ -197,11 +217,11 @@ def _apart(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[st
 def _start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
     """Tensor that a change starts from; None: there is none of its name and shape. Without a shape: any."""
     found = base.get(name)
-    if found is None or not _rounded(name, found) or shape not in (None, found.shape):
+    if found is None or not _rounded(found) or shape not in (None, found.shape):
         return None
     return found
 
 
-def _rounded(name: str, array: np.ndarray) -> bool:
-    """Whether a lossy codec may change it."""
-    return bool(array.dtype == np.float32 and array.ndim and array.size and name.rpartition(".")[2] not in STATISTICS)
+def _rounded(array: np.ndarray) -> bool:
+    """Whether a lossy codec may change a tensor of this type and shape."""
+    return bool(array.dtype == np.float32 and array.ndim and array.size)

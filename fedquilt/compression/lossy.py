@@ -33,7 +33,8 @@ class Coder:
     alone: bool  # whether it works without a start
 
 
-def _finite(array: np.ndarray, mend: str) -> np.ndarray:
+def _require_finite(array: np.ndarray, mend: str) -> np.ndarray:
+    """Return the array, or raise DivergedError with this fix if a value is not finite."""
     if not np.isfinite(array).all():
         raise DivergedError(f"values that are too large: {mend}")
     return array
@@ -50,7 +51,7 @@ def _aimed(array: np.ndarray, start: np.ndarray, rest: np.ndarray) -> np.ndarray
     with np.errstate(over="ignore"):
         for block in _blocks(flat.size):
             flat[block] += now[block] - then[block]
-    return _finite(flat, "32 bits do not hold how far it moved")
+    return _require_finite(flat, "32 bits do not hold how far it moved")
 
 
 def _halved(array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None, keep: float) -> Sequence[np.ndarray]:
@@ -58,7 +59,7 @@ def _halved(array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None
     with np.errstate(over="ignore"):
         for block in _blocks(now.size):
             halves.reshape(-1)[block] = now[block] if start is None else now[block] - start.reshape(-1)[block]
-    return (_finite(halves, "16 bits hold up to 65504; [wire] codec = 'int8' or 'raw'"),)
+    return (_require_finite(halves, "16 bits hold up to 65504; [wire] codec = 'int8' or 'raw'"),)
 
 
 def _unhalved(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> np.ndarray:
@@ -102,7 +103,7 @@ def _unstepped(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> n
     with np.errstate(over="ignore"):
         for block in _blocks(flat.size):
             moved = start.reshape(-1)[block] + flat[block].astype(np.float32) * step
-            found.reshape(-1)[block] = _finite(moved, f"its step is {step[0]:g}")
+            found.reshape(-1)[block] = _require_finite(moved, f"its step is {step[0]:g}")
     return found
 
 

@@ -31,6 +31,7 @@ from fedquilt.core.errors import (
 )
 from fedquilt.core.messages import (
     CODECS,
+    DETAILED,
     UNDECODABLE,
     Action,
     Amount,
@@ -40,6 +41,7 @@ from fedquilt.core.messages import (
     Count,
     Digest,
     Encoding,
+    EvaluationSums,
     Label,
     Layout,
     Metrics,
@@ -50,6 +52,7 @@ from fedquilt.core.messages import (
     Seconds,
     Sentence,
     Task,
+    TaskKind,
     Told,
     Update,
     Usage,
@@ -104,6 +107,7 @@ from fedquilt.core.training import (
 
 __all__ = [
     "CODECS",
+    "DETAILED",
     "UNDECODABLE",
     "Action",
     "Amount",
@@ -126,6 +130,7 @@ __all__ = [
     "DivergedError",
     "Encoding",
     "Engine",
+    "EvaluationSums",
     "Examples",
     "Expected",
     "FedquiltError",
@@ -159,6 +164,7 @@ __all__ = [
     "Step",
     "StoreError",
     "Task",
+    "TaskKind",
     "Tensors",
     "Told",
     "Trainer",

@@ -132,6 +132,7 @@ class Encoding(Wired, frozen=True):
 
     codec: Name = "raw"  # one of CODECS; a device that lacks it is not asked
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is sent
+    unchanged: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()  # tensors that no codec rounds, by name
 
 
 class Task(Wired, frozen=True):
@@ -172,6 +173,55 @@ class Usage(Told, frozen=True):
     up_bytes: Count = 0
 
 
+TaskKind = Literal["classes", "regression", "labels"]
+"""One class of several; one or more real numbers; each of several labels present or absent."""
+
+DETAILED: Final = 100
+"""Outputs of a network up to which each one has a row of the confusion matrix, an AUC or an R²."""
+
+Sum = Annotated[tuple[float, ...], Meta(max_length=40)]
+"""Floats whose exact sum is meant, as of `evaluation.exact_sum`."""
+
+Sums = Annotated[tuple[Sum, ...], Meta(max_length=DETAILED)]
+Packed = Annotated[bytes, Meta(max_length=100_000)]
+"""Counts as of `evaluation.pack_counts`."""
+
+
+class EvaluationSums(Told, frozen=True, omit_defaults=True):
+    """Sums over the examples of an evaluation.
+
+    Attributes:
+        examples: Number of examples.
+        task: Kind of prediction.
+        outputs: Number of classes, regressed numbers or labels.
+        loss: Sum of the examples' losses.
+        counts: Of up to 100 classes the confusion matrix (true class, predicted class). Of more classes, and of labels,
+            true positives, false positives and false negatives of each output.
+        whole: Of labels: the number of examples whose labels are all right.
+        scores: Of up to 100 classes or labels: histograms of the predicted probability of each output, of its positive
+            examples, then of its negative ones.
+        absolute: Of a regression: sum of the absolute errors of all outputs.
+        squares: Of a regression: sum of the squared errors of each output, or of all if they are more than 100.
+        targets: Of a regression with up to 100 outputs: sum of each output's targets.
+        target_squares: Likewise, of their squares.
+        devices: Of a total of several devices: values of their main metric in ascending order, rounded to three
+            digits, each with the number of devices that have it.
+    """
+
+    examples: Count
+    task: TaskKind = "classes"
+    outputs: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    loss: Sum = ()
+    counts: Packed = b""
+    whole: Count = 0
+    scores: Packed = b""
+    absolute: Sum = ()
+    squares: Sums = ()
+    targets: Sums = ()
+    target_squares: Sums = ()
+    devices: Annotated[tuple[tuple[float, Count], ...], Meta(max_length=20_000)] = ()
+
+
 class Update(Told, frozen=True, omit_defaults=True):
     """Device to coordinator: a manifest of what was computed; the tensors are pulled as blobs."""
 
@@ -183,6 +233,7 @@ class Update(Told, frozen=True, omit_defaults=True):
     bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
     metrics: Metrics
     usage: Usage
+    evaluation: EvaluationSums | None = None  # of a task with the action "check"
     bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
     layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
     state: AnyDigest = ""  # of the task: the state that it was computed from; "": not told

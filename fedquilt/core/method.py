@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from fedquilt.core.messages import BlobRef, Profile, Task, Work
+from fedquilt.core.messages import BlobRef, EvaluationSums, Profile, Task, Work
 
 if TYPE_CHECKING:
     import numpy as np
@@ -268,7 +268,7 @@ class Method:
     init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
     send: Callable[[Any, DeviceView], Order | None]  # None: nothing for this device now
     work: Callable[[Task, Site], Answer]
-    check: Callable[[Task, Site], Mapping[str, float]] | None  # must report "examples" among its metrics
+    check: Callable[[Task, Site], EvaluationSums] | None  # evaluation on the held-out examples
     fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
     result: Callable[[Any], Artefact]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from fedquilt.core.messages import EvaluationSums
 from fedquilt.core.method import Examples, Tensors
 
 if TYPE_CHECKING:
@@ -95,11 +96,8 @@ class Trainer(Engine, Protocol):
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
-    ) -> dict[str, float]:
-        """Evaluate a network: {"examples", "loss" (mean)} and the task's metrics ("accuracy", 0..1).
-
-        `edge_agent.engines.objectives` has each task's metrics. Only the hooks `prepare` and `inputs` apply.
-        """
+    ) -> EvaluationSums:
+        """Return the sums of an evaluation. Only the hooks `prepare` and `inputs` apply."""
         ...
 
     def fisher(

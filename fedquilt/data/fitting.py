@@ -50,10 +50,10 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
             "and [model] alike, and prepare anew"
         )
     if "donors" in meta:
-        _require_labels(reader, spec, len(meta["labels"]), "the job has labels for")
+        _require_label_range(reader, spec, len(meta["labels"]), "the job has labels for")
     elif isinstance(outputs := meta.get("outputs", network.get("classes")), int):
         if task == "classes":
-            _require_labels(reader, spec, outputs, f"{name} predicts")
+            _require_label_range(reader, spec, outputs, f"{name} predicts")
         else:
             _require_outputs(reader, spec, outputs, name)
     wanted = network.get("input") or meta.get("input") or {}
@@ -76,8 +76,8 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
     return reader
 
 
-def warnings(meta: Mapping[str, Any], reader: Reader, spec: DataSpec) -> list[str]:
-    """Return sentences on data that can be trained on and will probably be trained on badly, each with the fix.
+def data_warnings(meta: Mapping[str, Any], reader: Reader, spec: DataSpec) -> list[str]:
+    """Return warnings, each with its fix, on data that will probably be trained on badly.
 
     Args:
         meta: of the bundle.
@@ -91,7 +91,7 @@ def warnings(meta: Mapping[str, Any], reader: Reader, spec: DataSpec) -> list[st
     network: Mapping[str, Any] = meta.get("network", {})
     if len(reader.shape) == 1 and not (network.get("input") or meta.get("input")):
         rows = np.linspace(0, len(reader.y) - 1, min(len(reader.y), SAMPLED)).astype(np.int64)
-        if told := inputs.unequal_scales(reader.take(rows), reader.features):
+        if told := inputs.describe_unequal_scales(reader.take(rows), reader.features):
             found.append(f"{spec.where}: {told}: set [input] standardise = true, and prepare anew")
     return found
 
@@ -154,7 +154,8 @@ def _require_outputs(reader: Reader, spec: DataSpec, outputs: int, name: str) ->
         raise DataError(f"{spec.where}: each example has {reader.y.shape[1]} {what}, {name} predicts {outputs}; {MEND}")
 
 
-def _require_labels(reader: Reader, spec: DataSpec, classes: int, who: str) -> None:
+def _require_label_range(reader: Reader, spec: DataSpec, classes: int, who: str) -> None:
+    """Raise DataError if labels are not from 0 to `classes` - 1. `who` begins the text on the classes."""
     if problem := class_problem(reader.y, classes, is_table=bool(reader.features)):
         raise DataError(
             f"{spec.where}: labels run from {reader.y.min()} to {reader.y.max()}, {who} {classes} classes "

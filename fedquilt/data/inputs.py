@@ -68,8 +68,8 @@ def measured(x: np.ndarray) -> Values:
     return Values(tuple(map(float, flat.mean(axis=0))), tuple(map(float, np.where(std > 0, std, 1.0))))
 
 
-def unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
-    """Return which features differ too much in scale to be trained on as they are, or "" if none do.
+def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
+    """Return a sentence on two features that differ too much in scale, or "" if none do.
 
     Args:
         x: (n, features).

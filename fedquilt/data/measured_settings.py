@@ -21,8 +21,8 @@ from fedquilt.data.spec import AUTO, DataSpec
 MOST: Final = 256  # words of a column; one with more holds names or texts rather than categories
 
 
-def complete(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `[data]` table with the sorted words in place of each "auto", and with the depth of grey images.
+def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a [data] table with measured words for each "auto", and the depth of grey images.
 
     Raises:
         JobError: If another key of the table is wrong, or the table has "auto" and names no file.
@@ -32,7 +32,7 @@ def complete(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agent_lines(table: Mapping[str, Any]) -> list[str]:
-    """Return the measured settings as lines of a `[data]` table."""
+    """Return the measured settings as TOML lines for an agent's [data] table."""
     lines = []
     if categories := table.get("categories"):
         each = (f"{column} = {json.dumps(list(words), ensure_ascii=False)}" for column, words in categories.items())
@@ -43,6 +43,7 @@ def agent_lines(table: Mapping[str, Any]) -> list[str]:
 
 
 def _with_words(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table with the sorted words of each column whose categories are "auto"."""
     given = table.get("categories")
     columns = [column for column, words in given.items() if words == AUTO] if isinstance(given, Mapping) else []
     if not columns:
@@ -64,6 +65,7 @@ def _with_words(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_depth(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table with the depth of its folder's grey images, if they have more than 8 bits."""
     path = table.get("path")
     if "depth" in table or not isinstance(path, str) or not Path(path).is_dir():
         return table

@@ -19,8 +19,8 @@ from fedquilt.data.spec import HOW, TABLES, DataSpec
 SETTINGS: Final = frozenset(HOW) - {"column"} | {"x", "y"}
 
 
-def settings_of(spec: DataSpec) -> dict[str, Any]:
-    """Return the reading settings of a `[data]` table, as plain values.
+def reading_settings(spec: DataSpec) -> dict[str, Any]:
+    """Return the settings of a [data] table that decide how files become examples, as plain values.
 
     Raises:
         DataError: If the data are on this machine and cannot be read.
@@ -36,8 +36,8 @@ def settings_of(spec: DataSpec) -> dict[str, Any]:
     return found
 
 
-def spec_of(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:
-    """Return the spec of a `[data]` table that is read with a model's reading settings.
+def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:
+    """Return the spec of a [data] table, with a model's reading settings in place of its own.
 
     Raises:
         JobError: If a key is wrong.
@@ -56,4 +56,4 @@ def _input_columns(spec: DataSpec) -> tuple[str, ...]:
         return ()
     if file.suffix.lower() not in TABLES or not file.is_file():
         return ()
-    return table.inputs_of(file, table.columns_of(file), spec).x
+    return table.column_roles(file, table.columns_of(file), spec).x

@@ -19,19 +19,19 @@ from fedquilt.data.spec import DataSpec
 
 
 def open_(spec: DataSpec) -> Reader:
-    """Open the spec's path, or its sources one after the other.
+    """Return a reader of the spec's path, or of all its sources combined.
 
     Raises:
         DataError: one cannot be read, or they cannot be combined; names the files and the mend.
     """
     if not spec.sources:
-        return _sized(_numbered(readers.open_(spec), spec.labels_from), spec)
+        return _resize_images(_numbered(readers.open_(spec), spec.labels_from), spec)
     found = []
     for source in spec.sources:
         one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **msgspec.structs.asdict(source))
-        found.append(_sized(_numbered(readers.open_(one), source.labels_from), one))
+        found.append(_resize_images(_numbered(readers.open_(one), source.labels_from), one))
     _check_labels(found, spec)
-    return _together(found, spec)
+    return _combine_readers(found, spec)
 
 
 def _numbered(reader: Reader, first: int) -> Reader:
@@ -53,8 +53,8 @@ def _check_labels(found: Sequence[Reader], spec: DataSpec) -> None:
 # -- one shape ------------------------------------------------------------------------------------
 
 
-def _sized(reader: Reader, spec: DataSpec) -> Reader:
-    """Scale the images to the spec's size; those scaled when read stay."""
+def _resize_images(reader: Reader, spec: DataSpec) -> Reader:
+    """Return the reader with images scaled to the spec's size, unless they have it already."""
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
     if not _is_image(reader.shape):
@@ -71,8 +71,8 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
 
 
-def _together(found: Sequence[Reader], spec: DataSpec) -> Reader:
-    """Combine sources: grey becomes colour if any has colour, bytes become 0..1 if any has floats."""
+def _combine_readers(found: Sequence[Reader], spec: DataSpec) -> Reader:
+    """Return one reader of several: grey becomes colour if any has colour, and bytes become 0 to 1."""
     shape, dtype = _common_shape(found, spec), _common_type(found, spec)
     sizes = [len(reader.y) for reader in found]
     starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(found)), sizes)
@@ -104,6 +104,7 @@ def _common_shape(found: Sequence[Reader], spec: DataSpec) -> tuple[int, ...]:
 
 
 def _common_type(found: Sequence[Reader], spec: DataSpec) -> np.dtype:
+    """Return the type of all readers, or float32 for different types of images or floats."""
     kinds = {reader.dtype for reader in found}
     if len(kinds) == 1:
         return kinds.pop()

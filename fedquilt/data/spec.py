@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import config
-from fedquilt.core import JobError
-from fedquilt.metrics import TaskKind
+from fedquilt.core import JobError, TaskKind
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]

@@ -44,7 +44,7 @@ class Tokenizer:
             DataError: If the file cannot be read, or the tokens are no vocabulary.
         """
         path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
-        lines = cls._lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
+        lines = cls._read_lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
         numbers: dict[str, int] = {}
         for line, token in enumerate(lines, 1):
             if not token or token in numbers:
@@ -56,7 +56,8 @@ class Tokenizer:
         return cls(numbers)
 
     @staticmethod
-    def _lines(path: str) -> list[str]:
+    def _read_lines(path: str) -> list[str]:
+        """Return the lines of a vocabulary file. Raise DataError if it cannot be read."""
         try:
             return Path(path).read_text(encoding="utf-8-sig").splitlines()
         except OSError as error:

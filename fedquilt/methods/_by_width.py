@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,9 +36,6 @@ from fedquilt.methods import fedavg
 from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Places
-from fedquilt.tensor_register import BATCH_NORMS
-
-SETTLED: Final = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class State(fedavg.State):
 def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
     """A part as a model of its own, with the cost of its forward pass. `own`: as of `order`."""
     sub = {**width.cut(state.model, at), **(own or {})}
-    flops, activations = width.lighter(state.model, sub)
+    flops, activations = layer_costs.share(state.costs(), state.model, sub)
     return fedavg.State(
         state.params,
         state.network,
@@ -72,14 +69,14 @@ class Measured:
     weight: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
-def settling(
+def statistics_rounds(
     parts: Callable[[Any], Mapping[float, Places]],
     rate_of: Callable[[Any, DeviceView], float],
     *,
     scaled: bool,
     still: Callable[[Any], Collection[str]] = lambda state: (),
 ) -> Settle:
-    """Rounds that gather statistics, for a method that sends parts by width.
+    """Return the rounds that gather batch-normalisation statistics, for a method that sends parts by width.
 
     Args:
         parts: state -> places of each part by rate.
@@ -89,9 +86,8 @@ def settling(
     """
 
     def names(state: State) -> list[str]:
-        held = still(state)
-        norms = [each for each in state.register.tensors if each.type in BATCH_NORMS and each.leaf in SETTLED]
-        return [each.name for each in norms if each.name not in held]
+        held, means = still(state), state.register.running_means()
+        return [name for pair in means.items() for name in pair[::-1] if name not in held]
 
     def send(state: State, device: DeviceView) -> Order:
         own, asked, bundles, work = rate_of(state, device), [], {}, Work()
@@ -99,7 +95,7 @@ def settling(
             light = narrowed(state, at, state.widths.get(f"{rate:g}"))
             found = fedavg.look(light)
             peak = max(
-                fedavg.order(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
+                fedavg.training_order(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
             )  # it is built whole, as for training
             if rate > own and not _roomy(device, msgspec.structs.replace(found, peak_bytes=peak)):
                 continue
@@ -107,7 +103,7 @@ def settling(
             bundles[f"part.{rate:g}"] = light.model
             work = work.plus(msgspec.structs.replace(found, peak_bytes=peak))
         table = {
-            "network": tensor_register.plain(state.network),
+            "network": tensor_register.without_register(state.network),
             "asked": asked,
             "scaled": scaled,
             "still": sorted(still(state)),
@@ -134,7 +130,7 @@ def settling(
             key = bundle.removeprefix("statistics.")
             shapes = width.shapes(state.model, {name: places[key][name] for name in names(state)})
             tensors.require_same(sent, shapes)
-            found[key] = _moments(sent, update.device)
+            found[key] = _moments(sent, state.register.running_means(), update.device)
         for key, moments in found.items():
             total[key] = exact.plus(total.get(key, {}), moments, update.weight)
             weight[key] = weight.get(key, exact.Number()).plus(update.weight)
@@ -146,11 +142,11 @@ def settling(
             weight = float(total.weight[key])  # type: ignore[union-attr]
             if not weight:
                 continue
-            found, sums = {}, exact.values(totals)
+            found, sums, means = {}, exact.values(totals), state.register.running_means()
             for name, array in sums.items():
                 value = array / weight
-                if name.endswith("running_var"):
-                    value = np.maximum(value - np.square(sums[_mean_of(name)] / weight), 0.0)
+                if name in means:
+                    value = np.maximum(value - np.square(sums[means[name]] / weight), 0.0)
                 found[name] = value.astype(state.model[name].dtype)
             if key in state.widths:
                 after = replace(after, widths={**after.widths, key: {**after.widths[key], **found}})
@@ -165,12 +161,8 @@ def _roomy(device: DeviceView, work: Work) -> bool:
     return device.profile is not None and tiers.fits(device.profile, "torch", work)
 
 
-def _mean_of(name: str) -> str:
-    return f"{name.rpartition('.')[0]}.running_mean"
-
-
-def _moments(sent: Tensors, device: str) -> dict[str, np.ndarray]:
-    """One device's statistics as moments, which may be added up: float64.
+def _moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
+    """One device's statistics as moments, which may be added up: float64. `means`: running variance -> running mean.
 
     Raises:
         UpdateError: a variance is below 0.
@@ -178,10 +170,10 @@ def _moments(sent: Tensors, device: str) -> dict[str, np.ndarray]:
     found = {}
     for name, array in sent.items():
         value = array.astype(np.float64)
-        if name.endswith("running_var"):
+        if name in means:
             if (value < 0).any():
                 raise UpdateError(f"{device} sent {name!r} with values below 0: it is a variance")
-            value = value + np.square(sent[_mean_of(name)].astype(np.float64))
+            value = value + np.square(sent[means[name]].astype(np.float64))
         found[name] = np.asarray(value)
     return found
 
@@ -195,7 +187,7 @@ def measured(task: Task, site: Site) -> Answer:
         cut = rate != 1
 
         def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: width.Moments = seen) -> Any:
-            return seen.watch(width.shrunk(module, start, scaled=task.params["scaled"]) if cut else module)
+            return seen.watch(width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module)
 
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = seen.found()

@@ -33,6 +33,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Hooks,
     Order,
     Site,
@@ -62,7 +63,7 @@ class Params(fedavg.Params):
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     """Start from the bundle's network with one random linear classifier per stage, uniform in +-1/sqrt(width)."""
     begun = fedavg.init(bundle, params, seed)
-    found = by_depth.body(begun.model, params.exits, begun.register)
+    found = by_depth.split_stages(begun.model, params.exits, begun.register)
     rng = tensors.rng(seed, "depthfl", "exits")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:]):  # exit i classifies the input of stage i + 1
@@ -77,9 +78,9 @@ def network(state: fedavg.State) -> dict[str, np.ndarray]:
     return {name: array for name, array in state.model.items() if not name.startswith("exit.")}
 
 
-def part(state: fedavg.State, depth: int) -> Places:
-    """Places of the first `depth` stages with their classifiers."""
-    found = by_depth.body(network(state), state.params["exits"], state.register)
+def stages_part(state: fedavg.State, depth: int) -> Places:
+    """Return the places of the first `depth` stages with their classifiers."""
+    found = by_depth.split_stages(network(state), state.params["exits"], state.register)
     names = [name for stage in found.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
     if depth >= len(found.stages):
@@ -93,10 +94,10 @@ def looked(body: by_depth.Body) -> list[list[Any]]:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order the first stages that the device's memory tier allows, with the exits to train."""
+    """Return the order to train the first stages that the device's memory tier allows, with their exits."""
     depth = by_width.by_tier(device.profile, state.params["depths"])
-    order = heterofl.order(state, part(state, depth), 1.0)
-    found = by_depth.body(network(state), state.params["exits"], state.register)
+    order = heterofl.order(state, stages_part(state, depth), 1.0)
+    found = by_depth.split_stages(network(state), state.params["exits"], state.register)
     looks = looked(found)[:depth]
     params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
     return replace(order, params=params)
@@ -121,7 +122,7 @@ class Exits:
         def prepared(module: Any) -> Any:
             plain = module.state_dict().keys()
             own = {name: array for name, array in start.items() if name in plain}
-            module = stages.first(
+            module = stages.first_stages(
                 module, own, self.looks, lambda told, last: self._answer(module, told, last), whole=self.whole
             )
             return stages.add_exits(module, self.looks, self.classes)
@@ -174,7 +175,7 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), steps=steps))
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own part on its held-out share."""
     exits, model = exits_of(task), site.load("model")
     hooks = Hooks(prepare=exits.prepare(model)) if exits.looks else Hooks()
@@ -186,7 +187,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     """Add an update to the sums entry by entry; its part is recognised by the tensors' shapes."""
     sent = heterofl.sent_by(update)
-    cuts = [part(state, depth) for depth in sorted(set(state.params["depths"]))]
+    cuts = [stages_part(state, depth) for depth in sorted(set(state.params["depths"]))]
     return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
 
 
@@ -196,15 +197,15 @@ def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
 
 
 def result(state: fedavg.State) -> Artefact:
-    """Network with its classifiers, or the plain network where there is one exit."""
+    """Return the network with its classifiers, or the plain network if there is one exit."""
     found, table = (
-        by_depth.body(network(state), state.params["exits"], state.register),
-        tensor_register.plain(state.network),
+        by_depth.split_stages(network(state), state.params["exits"], state.register),
+        tensor_register.without_register(state.network),
     )
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
         table = {"name": "exits", "of": table, "looks": looked(found), "classes": found.classes, **inputs}
-    return Artefact("weights", {"network": table}, fedavg.aliased(state.network, state.model))
+    return Artefact("weights", {"network": table}, fedavg.with_aliases(state.network, state.model))
 
 
 METHOD = replace(

@@ -15,14 +15,25 @@ adapters and the head of a frozen pre-trained network, as in `fedlora`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, Order, Site, Task, Tensors, same_for_all
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    EvaluationSums,
+    Hooks,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    same_for_all,
+)
 from fedquilt.methods import fedavg, fedlora
 
 
@@ -44,18 +55,20 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
 
 @same_for_all
 def send(state: fedlora.State, device: DeviceView) -> Order:
-    """Order two trainings of the shared model: the cost is twice FedAvg's, with one more copy in memory."""
+    """Return the order to train two models, at twice FedAvg's cost and with one more copy in memory."""
     if not state.backbone:
-        return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)
+        return fedavg.training_order(state, {"model": state.model}, trainings=2, anchors=2)
     whole = fedlora.adapted(state)
     bundles = {"model": state.model, "backbone": state.backbone}
-    return fedlora.placed(fedavg.order(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network)
+    return fedlora.with_adapted_layers(
+        fedavg.training_order(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network
+    )
 
 
 def work(task: Task, site: Site) -> Answer:
     """Train the received model, then the device's own with the pull; both see the same mini-batches."""
     received, pull = site.load("model"), task.params["pull"]
-    still, hooks = adapted(task, site, received)
+    still, hooks = backbone_and_hooks(task, site, received)
     start = {**still, **received}
     again = copy.deepcopy(site.rng)  # the same mini-batches a second time
     answer = fedavg.trained(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
@@ -69,12 +82,12 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": model}, local=local, metrics=told)
 
 
-def adapted(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
-    """Frozen tensors, and the hooks that add the adapters to them; nothing where the whole network is trained."""
+def backbone_and_hooks(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
+    """Return the frozen tensors and the hooks that add adapters to them, or nothing without adapters."""
     if not task.params.get("rank"):
         return {}, Hooks()
     backbone = site.load("backbone")
-    return backbone, fedlora.hooks(task, received)
+    return backbone, fedlora.adapter_hooks(task, received)
 
 
 def own(site: Site, received: Tensors) -> Tensors:
@@ -84,10 +97,10 @@ def own(site: Site, received: Tensors) -> Tensors:
     return site.local or received
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own model on its held-out share."""
     received = site.load("model")
-    still, hooks = adapted(task, site, received)
+    still, hooks = backbone_and_hooks(task, site, received)
     model = {**still, **own(site, received)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
@@ -95,8 +108,8 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 def personal(task: Task, site: Site) -> Tensors:
     """The device's own model, adapters merged into its weights."""
     received = site.load("model")
-    still, _ = adapted(task, site, received)
-    return fedlora.put_in(task.params, still, own(site, received)) if still else own(site, received)
+    still, _ = backbone_and_hooks(task, site, received)
+    return fedlora.merge_adapters(task.params, still, own(site, received)) if still else own(site, received)
 
 
 def result(state: Any) -> Artefact:

@@ -26,6 +26,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Expected,
     Fit,
     Hooks,
@@ -83,8 +84,8 @@ class State:
 
     @property
     def register(self) -> tensor_register.Register:
-        """What the network's tensors are."""
-        return tensor_register.of(self.network)
+        """Register of the network's tensors, with the type and module of each."""
+        return tensor_register.register_of(self.network)
 
     def of(self, model: Mapping[str, np.ndarray]) -> State:
         """The same network's plain state with other tensors: for size and cost."""
@@ -124,10 +125,10 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the whole model."""
-    return order(state, {"model": state.model})
+    return training_order(state, {"model": state.model})
 
 
-def order(
+def training_order(
     state: State,
     bundles: Mapping[str, Tensors],
     *,
@@ -136,7 +137,7 @@ def order(
     anchors: int = 0,
     moved: Tensors | None = None,
 ) -> Order:
-    """Order of a method that trains the whole network by mini-batches, with its predicted cost.
+    """Return the order to train the whole network by mini-batches, with its predicted cost.
 
     Args:
         state: gives the parameters, the network's table and the cost of a forward pass.
@@ -150,18 +151,18 @@ def order(
     size = tensors.total_bytes([state.model])
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
-    convolutions = footprint.convolutions(array.shape for array in tensors.shapes(state.model).values())
+    convolutions = state.register.convolutions(state.model)
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
-    fixed = footprint.fixed_bytes(size, convolutions, moving, copies=footprint.COPIES + anchors, library=library)
+    fixed = footprint.fixed_bytes(size, len(convolutions), moving, copies=footprint.COPIES + anchors, library=library)
     peak_bytes = fixed + at_once(state, moved) * state.example_bytes
     costs, names = state.costs(), state.model if moved is None else moved
     each = layer_costs.Pass().plus(layer_costs.training(costs, names), trainings)
     each = each.plus(layer_costs.forward(costs), looks)
     steps = {name: round(trainings * count) for name, count in layer_costs.learned(state.model, names).items()}
     work = layer_costs.work(each, state.params, steps, size)
-    kind = layer_costs.kind(costs, state.model)
+    kind = layer_costs.kind(costs, convolutions)
     return Order(
-        {**state.params, "network": tensor_register.plain(state.network)},
+        {**state.params, "network": tensor_register.without_register(state.network)},
         bundles,
         msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind),
         check=look(state),
@@ -170,7 +171,7 @@ def order(
 
 def look(state: State) -> Work:
     """Cost of running the network once over as many examples as a device trains on."""
-    kind = layer_costs.kind(state.costs(), state.model)
+    kind = layer_costs.kind(state.costs(), state.register.convolutions(state.model))
     found = layer_costs.looked(layer_costs.forward(state.costs()), tensors.total_bytes([state.model]))
     return msgspec.structs.replace(found, workload=kind)
 
@@ -180,10 +181,10 @@ def at_once(state: State, moved: Tensors | None = None) -> int:
 
     Args:
         state: with the model and the batch size.
-        moved: as for `order`.
+        moved: as for `training_order`.
     """
     names = None if moved is None else moved.keys()
-    return int(state.params.get("batch", 1)) if footprint.coupled(state.model.keys(), names) else 1
+    return int(state.params.get("batch", 1)) if state.register.is_coupled(state.model, names) else 1
 
 
 FIT = tuple(each.name for each in fields(Fit))
@@ -213,7 +214,7 @@ def trained(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> A
     return Answer({"model": model}, weight=float(len(site.train)), metrics=metrics)
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the received model on the held-out share."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 
@@ -282,9 +283,9 @@ def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
-def learned(state: State) -> list[str]:
-    """Names of the state's tensors that gradients move."""
-    return state.register.parameters(state.model)
+def trained_names(state: State) -> list[str]:
+    """Return the names of the state's tensors that gradients change."""
+    return state.register.parameters_of(state.model)
 
 
 def require_one(update: Contribution) -> None:
@@ -310,18 +311,20 @@ def steps_of(update: Contribution) -> float:
 
 
 def result(state: State) -> Artefact:
-    """Global model, with the table of its network."""
-    return weights(state.network, state.model)
+    """Return the global model with the table of its network."""
+    return weights_artefact(state.network, state.model)
 
 
-def weights(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
-    """Result of a method that trains a network: each tensor under all of its names."""
-    return Artefact("weights", {"network": tensor_register.plain(network), **meta}, aliased(network, model))
+def weights_artefact(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
+    """Return a trained network as an artefact, with each tensor under all of its names."""
+    return Artefact(
+        "weights", {"network": tensor_register.without_register(network), **meta}, with_aliases(network, model)
+    )
 
 
-def aliased(network: Mapping[str, Any], model: Tensors) -> Tensors:
-    """The model with each tensor under all of its names."""
-    return tensor_register.of(network).aliased(model) if "register" in network else model
+def with_aliases(network: Mapping[str, Any], model: Tensors) -> Tensors:
+    """Return the model with each tensor under all of its names."""
+    return tensor_register.register_of(network).with_aliases(model) if "register" in network else model
 
 
 METHOD = Method(

@@ -12,14 +12,13 @@ nobody else; `meta["private"]` names them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Order, Site, Task, Tensors, same_for_all
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, EvaluationSums, Order, Site, Task, Tensors, same_for_all
 from fedquilt.methods import fedavg
 
 
@@ -30,17 +29,19 @@ class State(fedavg.State):
     norm: dict[str, np.ndarray]
 
 
-def private(state: fedavg.State) -> set[str]:
-    """Names of the tensors of normalisations that keep running statistics, and of all other running statistics."""
+def private_names(state: fedavg.State) -> set[str]:
+    """Return the names of normalisations' tensors with running statistics, and of all running statistics."""
     register = state.register
-    running = [entry for entry in register.tensors if register.running(entry.name)]
-    return {entry.name for entry in running} | register.modules({each.module for each in running if each.normalises})
+    running = [entry for entry in register.tensors if register.is_running_statistic(entry.name)]
+    return {entry.name for entry in running} | register.tensors_of_modules(
+        {each.module for each in running if each.normalises}
+    )
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
     """Split the bundle's model into shared tensors and batch norm."""
     begun = fedavg.init(bundle, params, seed)
-    own = private(begun)
+    own = private_names(begun)
     shared = {name: array for name, array in begun.model.items() if name not in own}
     norm = {name: begun.model[name] for name in begun.model if name in own}
     return State(**vars(replace(begun, model=shared)), norm=norm)
@@ -49,7 +50,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared tensors; batch norm's first values never change, so they are sent once."""
-    return fedavg.order(state, {"model": state.model, "norm": state.norm})
+    return fedavg.training_order(state, {"model": state.model, "norm": state.norm})
 
 
 def work(task: Task, site: Site) -> Answer:
@@ -60,14 +61,14 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the shared tensors with the device's own batch norm."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
 def result(state: State) -> Artefact:
-    """Shared model with the batch norm tensors that the job began with."""
-    return fedavg.weights(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
+    """Return the shared model with the batch normalisation's tensors of the job's start."""
+    return fedavg.weights_artefact(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
 
 
 def personal(task: Task, site: Site) -> Tensors:

@@ -33,6 +33,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Hooks,
     Order,
     Site,
@@ -71,7 +72,7 @@ class Group:
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     """Start from the bundle's network with a random link before each stage, uniform in +-1/sqrt(width)."""
     begun = fedavg.init(bundle, params, seed)
-    found = by_depth.body(begun.model, params.stages, begun.register)
+    found = by_depth.split_stages(begun.model, params.stages, begun.register)
     rng = tensors.rng(seed, "fedepth", "links")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:], start=1):
@@ -105,12 +106,12 @@ def part(state: fedavg.State, body: Body, count: int) -> Places:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order training in as many groups as the device's memory tier needs."""
+    """Return the order to train the network in as many groups of blocks as the device's memory tier needs."""
     count = by_width.by_tier(device.profile, state.params["groups"])
-    body = by_depth.body(network(state), state.params["stages"], state.register)
+    body = by_depth.split_stages(network(state), state.params["stages"], state.register)
     found, at = groups(body, count), part(state, body, count)
     sub = by_width.cut(state.model, at)
-    order = fedavg.order(state, {"model": sub})
+    order = fedavg.training_order(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
     return replace(order, params={**order.params, **table}, work=_cost(state, order, found))
@@ -126,17 +127,17 @@ def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
-        _, activations = by_width.lighter(model, own)
+        _, activations = layer_costs.share(state.costs(), model, own)
         before |= own
         part = state.of({**before, **head})
         part = replace(
             part,
-            flops=state.flops * by_width.lighter(model, before)[0],
+            flops=state.flops * layer_costs.share(state.costs(), model, before)[0],
             layers=layer_costs.cut(state.layers, state.model, part.model),
         )
-        works.append(fedavg.order(part, {}, moved={**own, **head}).work)
+        works.append(fedavg.training_order(part, {}, moved={**own, **head}).work)
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
-        peaks.append(fedavg.order(light, {}, moved={**own, **head}).work.peak_bytes)
+        peaks.append(fedavg.training_order(light, {}, moved={**own, **head}).work.peak_bytes)
     return msgspec.structs.replace(reduce(Work.plus, works), peak_bytes=max(peaks))
 
 
@@ -182,14 +183,14 @@ def linked(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head
             return last(getattr(module.link, f"s{end}")(told[0]))
 
         wide = last.in_features
-        module = stages.first(module, start, (behind,), answer, whole=False)
+        module = stages.first_stages(module, start, (behind,), answer, whole=False)
         module.add_module("link", nn.ModuleDict({f"s{end}": nn.Linear(behind.width, wide, bias=False)}))
         return module
 
     return prepare
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the whole network on the device's held-out share."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
     return site.engine.evaluate(task.params["network"], model, site.held)
@@ -198,16 +199,16 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 @adds_up(Counted)
 @expects(fedavg.part)
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
-    """Add an update entry by entry; the links it carries follow from its number of groups."""
+    """Add an update to the sums, entry by entry. Its number of groups shows which links it carries."""
     sent = heterofl.sent_by(update)
-    body = by_depth.body(network(state), state.params["stages"], state.register)
+    body = by_depth.split_stages(network(state), state.params["stages"], state.register)
     cuts = [part(state, body, count) for count in sorted(set(state.params["groups"]))]
     return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
 
 
 def result(state: fedavg.State) -> Artefact:
-    """Global network without links."""
-    return fedavg.weights(state.network, network(state))
+    """Return the global network without its links."""
+    return fedavg.weights_artefact(state.network, network(state))
 
 
 METHOD = replace(

@@ -28,7 +28,7 @@ class Params(fedavg.Params):
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Share the last convolutions of the bundle's model."""
     begun = fedavg.init(bundle, params, seed)
-    own = parfed.tail(begun, params.layers)
+    own = parfed.last_weights(begun, params.layers)
     return fedrep.split(begun, begun.model.keys() - own)
 
 

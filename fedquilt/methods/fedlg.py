@@ -65,7 +65,7 @@ class State(fedrep.State):
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start with all tensors on the devices and every convolution a candidate."""
     begun = fedavg.init(bundle, params, seed)
-    names = tuple(parfed.weights(begun))
+    names = tuple(parfed.convolution_weights(begun))
     parts = fedrep.split(begun, begun.model.keys())
     return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
 
@@ -76,7 +76,7 @@ def send(state: State, device: DeviceView) -> Order:
     work = sent.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
         again = replace(state.of({**state.own, **state.model}), params={**state.params, "epochs": 1})
-        work = work.plus(fedavg.order(again, {}).work)
+        work = work.plus(fedavg.training_order(again, {}).work)
     params = {**sent.params, "candidates": list(state.candidates), "shared": list(state.shared)}
     return replace(sent, params=params, work=work)
 

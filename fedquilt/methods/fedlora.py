@@ -25,6 +25,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Hooks,
     ModelError,
     Order,
@@ -60,47 +61,49 @@ class State(fedavg.State):
 def init(bundle: Bundle, params: Any, seed: int) -> State:
     """Insert new adapters into the bundle's network, which becomes the frozen backbone."""
     begun = fedavg.init(bundle, params, seed)
-    model = shared(begun.model, params.rank, seed, begun.network)
+    model = initial_shared_part(begun.model, params.rank, seed, begun.network)
     return State(**vars(replace(begun, model=model)), backbone=begun.model)
 
 
-def shared(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """First values of the adapters, and the head."""
+def initial_shared_part(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the first values of the adapters, and the head's tensors of the backbone."""
     return {
-        **lora.shared(backbone, places(network), rank, tensors.rng(seed, "lora")),
-        **{name: backbone[name] for name in head(network)},
+        **lora.shared(backbone, adapted_layers(network), rank, tensors.rng(seed, "lora")),
+        **{name: backbone[name] for name in head_names(network)},
     }
 
 
-def places(network: Mapping[str, Any]) -> tuple[lora.Spot, ...]:
-    """Layers that are adapted."""
-    return lora.spots(tensor_register.of(network))
+def adapted_layers(network: Mapping[str, Any]) -> tuple[lora.Spot, ...]:
+    """Return the layers that have adapters."""
+    return lora.find_adapted_layers(tensor_register.register_of(network))
 
 
-def head(network: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the classifier's tensors.
+def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classifier's tensors.
 
     Raises:
         ModelError: the network ends in something else than a linear layer.
     """
-    register = tensor_register.of(network)
-    last = register.head()
+    register = tensor_register.register_of(network)
+    last = register.classifier()
     if last is None:
         raise ModelError("this network has no last linear layer that tells the classes: LoRA trains it too")
-    return register.layers()[last]
+    return register.parameters_by_layer()[last]
 
 
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the shared part; the backbone never changes, so it is sent once."""
+    """Return the order to train adapters and head. The frozen backbone is sent with them, once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
-    return placed(fedavg.order(adapted(state), bundles, anchors=anchors, moved=state.model), state.network)
+    return with_adapted_layers(
+        fedavg.training_order(adapted(state), bundles, anchors=anchors, moved=state.model), state.network
+    )
 
 
-def placed(order: Order, network: Mapping[str, Any]) -> Order:
-    """An order that also names the adapted layers."""
-    return replace(order, params={**order.params, "places": places(network)})
+def with_adapted_layers(order: Order, network: Mapping[str, Any]) -> Order:
+    """Return the order with the names of the adapted layers in its parameters."""
+    return replace(order, params={**order.params, "places": adapted_layers(network)})
 
 
 def adapted(state: State) -> fedavg.State:
@@ -115,46 +118,46 @@ def scale(params: Mapping[str, Any]) -> float:
     return float(params["alpha"] / params["rank"])
 
 
-def hooks(task: Task, moved: Tensors) -> Hooks:
-    """Insert the adapters; train the tensors in `moved` and freeze all others."""
+def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
+    """Return hooks that insert the adapters, train the tensors in `moved` and freeze all others."""
     places, rank, mu = lora.given(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import lora_torch
 
-        return lora_torch.insert(module, places, rank, scale(task.params))
+        return lora_torch.insert_adapters(module, places, rank, scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
     return Hooks(prepare=prepare, correct=pull, steps=(Step(rate=lambda name: float(name in moved)),))
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the adapters and the head in the frozen backbone."""
+    """Train the adapters and the head in the frozen backbone, and return those alone."""
     backbone, received = site.load("backbone"), site.load("model")
-    answer = fedavg.trained(task, site, {**backbone, **received}, hooks(task, received))
+    answer = fedavg.trained(task, site, {**backbone, **received}, adapter_hooks(task, received))
     model = answer.bundles["model"]
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the backbone with the received adapters and head."""
     backbone, received = site.load("backbone"), site.load("model")
-    adapted = hooks(task, received)
+    adapted = adapter_hooks(task, received)
     return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
 
 
 def result(state: State) -> Artefact:
-    """The job's own network, with the adapters merged into its weights."""
-    return fedavg.weights(state.network, plain(state))
+    """Return the job's network with the adapters merged into its weights."""
+    return fedavg.weights_artefact(state.network, merged_model(state))
 
 
-def plain(state: State) -> dict[str, np.ndarray]:
-    """Shared model as the network's own tensors, adapters merged."""
-    return put_in({**state.params, "places": places(state.network)}, state.backbone, state.model)
+def merged_model(state: State) -> dict[str, np.ndarray]:
+    """Return the network's own tensors, with the adapters of the state merged into them."""
+    return merge_adapters({**state.params, "places": adapted_layers(state.network)}, state.backbone, state.model)
 
 
-def put_in(params: Mapping[str, Any], backbone: Tensors, moved: Tensors) -> dict[str, np.ndarray]:
-    """The network's own tensors: the adapters in `moved` merged into its weights, its other tensors taken over."""
+def merge_adapters(params: Mapping[str, Any], backbone: Tensors, moved: Tensors) -> dict[str, np.ndarray]:
+    """Return the backbone with the adapters in `moved` merged in, and with its other tensors replaced."""
     whole = {**backbone, **{name: moved[name] for name in moved if name in backbone}}
     return lora.merged(whole, moved, lora.given(params["places"]), scale(params))
 

@@ -49,9 +49,9 @@ class Sum(fedavg.Sum):
     senders: Mapping[str, exact.Number] = field(default_factory=dict)
 
 
-def units(state: fedavg.State) -> list[tuple[str, ...]]:
-    """Layers, each with its normalisation's statistics; remaining tensors by module."""
-    found = {layer: set(names) for layer, names in state.register.layers().items()}
+def units_to_drop(state: fedavg.State) -> list[tuple[str, ...]]:
+    """Return the names of tensors that are sent together: each layer with its normalisation's statistics."""
+    found = {layer: set(names) for layer, names in state.register.parameters_by_layer().items()}
     for entry in state.register.tensors:
         found.setdefault(entry.layer, set()).add(entry.name)
     return [tuple(sorted(names)) for names in found.values()]
@@ -59,13 +59,13 @@ def units(state: fedavg.State) -> list[tuple[str, ...]]:
 
 @same_for_all
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order training of the whole model, and name the units that are sent or not."""
+    """Return FedAvg's order with the units of which a device sends each or not."""
     order = fedavg.send(state, device)
-    return replace(order, params={**order.params, "units": units(state)})
+    return replace(order, params={**order.params, "units": units_to_drop(state)})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train as FedAvg, then send each layer with probability `keep`."""
+    """Train as FedAvg does, and return each unit with probability `keep`."""
     answer = fedavg.work(task, site)
     model = answer.bundles["model"]
     kept = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
@@ -79,7 +79,7 @@ def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
-    came = {name for names in units(state) if not model.keys().isdisjoint(names) for name in names}
+    came = {name for names in units_to_drop(state) if not model.keys().isdisjoint(names) for name in names}
     like = replace(state, model={name: state.model[name] for name in sorted(came)})
     so_far = so_far or Sum()
     one = fedavg.fold(like, so_far, update)

@@ -28,6 +28,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Hooks,
     JobError,
     ModelError,
@@ -40,7 +41,7 @@ from fedquilt.core import (
 )
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
-from fedquilt.models.partial import width
+from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import Follow
 from fedquilt.models.partial.width import Places
 
@@ -66,7 +67,7 @@ class State(_by_width.State):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Choose the encoder and, for each ratio, the channels of the predictor that stay.
+    """Choose the frozen encoder and, for each rate, the units that stay in the other layers.
 
     Raises:
         JobError: the encoder would have random weights.
@@ -77,10 +78,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             "the encoder is held still, and this network's weights are random: give [model] weights = a file of a "
             "pre-trained network's, or train all of it with encoder = 0"
         )
-    plain, plan = fedavg.init(bundle, params, seed), heterofl.plan_of(bundle)
-    begun = _by_width.State(**vars(plain), plan=plan, widths={}, settled=0)
-    last = begun.register.head()
-    order = [name for name in begun.register.layers() if name != last]
+    plain = fedavg.init(bundle, params, seed)
+    begun = _by_width.State(**vars(plain), plan=masks.of_bundle(bundle, plain.model), widths={}, settled=0)
+    last = begun.register.classifier()
+    order = [name for name in begun.register.parameters_by_layer() if name != last]
     if params.encoder and not order:
         raise ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
     encoder = tuple(order[: int(params.encoder * (len(order) + 1))])
@@ -90,7 +91,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         chosen = width.strongest(begun.plan, begun.model, left)
         kept[f"{left:g}"] = {group: units for group, units in chosen.items() if group not in whole}
     state = State(**vars(begun), encoder=encoder, kept=kept)
-    return replace(state, widths=heterofl.statistics(state, parts(state)))
+    return replace(state, widths=heterofl.initial_statistics(state, parts(state)))
 
 
 def rates(params: Mapping[str, Any]) -> list[float]:
@@ -98,8 +99,8 @@ def rates(params: Mapping[str, Any]) -> list[float]:
     return [round(1 - ratio, 9) for ratio in params["ratios"]]
 
 
-def still(state: State) -> set[str]:
-    """Names of the encoder's tensors, with its normalisations' statistics."""
+def encoder_names(state: State) -> set[str]:
+    """Return the names of the frozen encoder's tensors, statistics included."""
     return {entry.name for entry in state.register.tensors if entry.layer in state.encoder}
 
 
@@ -124,7 +125,7 @@ def send(state: State, device: DeviceView) -> Order:
     """Order training of the device's part, with the encoder frozen."""
     left = left_of(state, device)
     order = heterofl.at_rate(state, heterofl.order(state, parts(state)[left], left, state.widths.get(f"{left:g}")))
-    return replace(order, params={**order.params, "still": sorted(still(state))})
+    return replace(order, params={**order.params, "still": sorted(encoder_names(state))})
 
 
 def work(task: Task, site: Site) -> Answer:
@@ -139,7 +140,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": moved})
 
 
-def check(task: Task, site: Site) -> Any:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own part on its held-out share."""
     hooks = heterofl.hooks_of(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
@@ -149,9 +150,9 @@ def check(task: Task, site: Site) -> Any:
 @expects(fedavg.part)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's predictor entries to the sums of its ratio."""
-    sent, held = heterofl.sent_by(update), still(state)
+    sent, held = heterofl.sent_by(update), encoder_names(state)
     moved = {left: {name: place for name, place in at.items() if name not in held} for left, at in parts(state).items()}
-    return heterofl.gather(state, so_far, sent, moved, update.weight)
+    return heterofl.add_part(state, so_far, sent, moved, update.weight)
 
 
 METHOD = replace(
@@ -164,5 +165,5 @@ METHOD = replace(
     work=work,
     check=check,
     fold=fold,
-    settle=_by_width.settling(parts, left_of, scaled=False, still=still),
+    settle=_by_width.statistics_rounds(parts, left_of, scaled=False, still=encoder_names),
 )

@@ -63,9 +63,9 @@ def sound(state: fedavg.State, total: Sum, weight: float) -> None:
 @adds_up(Sum, sound)
 @expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Add an update to the sums, divided by its a_i, in place."""
+    """Add an update to the sums, with trained tensors divided by the device's number of effective steps."""
     weight, a = update.weight, length(fedavg.steps_of(update), state.params)
-    model, learned = update.bundles.get("model", {}), set(fedavg.learned(state))
+    model, learned = update.bundles.get("model", {}), set(fedavg.trained_names(state))
     tensors.require_same(model, state.model)
     so_far = so_far or Sum()
     total = {
@@ -77,12 +77,12 @@ def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
-    """Step from x along the mean normalised direction; statistics take their mean."""
+    """Move the model along the mean normalised update. Replace other tensors by their mean."""
     if total is None or total.weight == 0:
         return state
     model = fedavg.mean(total)
     effective = float(total.lengths) / total.weight
-    for name in fedavg.learned(state):
+    for name in fedavg.trained_names(state):
         kept = 1 - effective * float(total.inverse) / total.weight
         model[name] = kept * state.model[name].astype(np.float64) + effective * model[name]
     return replace(state, model=fedavg.cast(model, state.model))

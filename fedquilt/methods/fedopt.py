@@ -48,9 +48,9 @@ class State(fedavg.State):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start with first moments 0 and second moments tau^2."""
+    """Start from the bundle's model with first moments of 0 and second moments of tau^2."""
     begun = fedavg.init(bundle, params, seed)
-    names = fedavg.learned(begun)
+    names = fedavg.trained_names(begun)
     first = {name: np.zeros_like(begun.model[name]) for name in names}
     second = {name: np.full_like(begun.model[name], params.tau**2) for name in names}
     return State(**vars(begun), first=first, second={} if params.server == "sgd" else second)

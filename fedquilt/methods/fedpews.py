@@ -16,8 +16,8 @@ a warm-up round holds the mask drawn after the last step, in bits; covered entri
 Deviations, and choices that the paper leaves open: s begins at `first_score` = 0; a weight is covered where
 both its ends are; an uncovered entry is kept, where the paper divides by 0. Devices count by their examples
 (`weigh`), the paper's all alike. theta_{g without i} is the mean of each device's last publication; in the
-first round all are at 0.5, and a device that remains the only one has no term of diversity. Procedure I does not
-update the statistics of batch normalisation. W counts rounds that were answered; K is `epochs` over the device's
+first round all are at 0.5, and a device that remains the only one has no term of diversity. Procedure I changes
+scores alone, no statistics of a normalisation. W counts rounds that were answered; K is `epochs` over the device's
 examples.
 """
 
@@ -102,24 +102,18 @@ class Covered:
 
 
 def init(bundle: Bundle, params: Warmup, seed: int) -> State:
-    """Start with the plan of masks that `prepare` stored.
+    """Start from the bundle's model with the plan of masks that `fedquilt prepare` stored.
 
     Raises:
-        ModelError: there is no plan, or nothing that can be masked.
+        ModelError: there is no plan, or nothing that can be masked, and `warmup` is not 0.
     """
     begun = fedavg.init(bundle, params, seed)
     plan = Plan({}, {}, {})
     if params.warmup:
-        if "masks" not in bundle.files:
-            raise ModelError(
-                "the bundle has no plan of the network's masks: run `fedquilt prepare` anew. If there is none still, "
-                "torch.fx cannot trace the network: set warmup = 0, or take another one"
-            )
-        plan = masks.from_array(bundle.load("masks")["json"])
-        masks.require(plan, begun.model)
-        if not plan.neurons:
-            why = masks.why_whole(plan) or "it has no hidden layer"
-            raise ModelError(f"masks can leave out no hidden neuron of this network: set warmup = 0; {why}")
+        try:
+            plan = masks.of_bundle(bundle, begun.model)
+        except ModelError as error:
+            raise ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
     return State(**vars(begun), plan=plan, round=0, reached=0.0, published={})
 
 
@@ -136,13 +130,13 @@ def send(state: State, device: DeviceView) -> Order:
     bundles = {"model": state.model, "plan": {"json": masks.to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = fedavg.order(state, bundles, trainings=2, anchors=anchors)
+    order = fedavg.training_order(state, bundles, trainings=2, anchors=anchors)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
 def full(state: State) -> Order:
     """Order training of the whole network."""
-    return fedavg.order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+    return fedavg.training_order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
 
 def _others(state: State, device: str) -> np.ndarray | None:

@@ -22,7 +22,18 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Contribution, DeviceView, Order, Site, Task, Tensors, derive_seed, expects
+from fedquilt.core import (
+    Answer,
+    Contribution,
+    DeviceView,
+    EvaluationSums,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    derive_seed,
+    expects,
+)
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
 
@@ -53,7 +64,7 @@ def send(state: fedpews.State, device: DeviceView) -> Order:
     neurons = mask_of(state, device.device)
     sent = masks.take(state.model, masks.covered(state.plan, neurons))
     bundles = {"model": sent, "plan": {"json": masks.to_array(state.plan)}}
-    order = fedavg.order(state, bundles, anchors=int(state.params["mu"] > 0))
+    order = fedavg.training_order(state, bundles, anchors=int(state.params["mu"] > 0))
     return replace(order, params={**order.params, "masked": True, "part": part_of(state, device.device)})
 
 
@@ -66,7 +77,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": masks.take(answer.bundles["model"], marks)})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate what the device has: in the warm-up its own part alone."""
     model = _received(task, site)[0] if task.params.get("masked") else site.load("model")
     return site.engine.evaluate(task.params["network"], model, site.held)

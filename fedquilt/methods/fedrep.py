@@ -16,7 +16,7 @@ shared part is `State.model`, and the rest begins as `State.own`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Fit,
     Hooks,
     JobError,
@@ -73,15 +74,15 @@ def split(begun: fedavg.State, own: Collection[str]) -> State:
 
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the shared part; tensors that never change are sent once."""
+    """Return the order to train the whole network. Only its shared part is sent anew each round."""
     trained = {**state.own, **state.model}
     all_of_it = {**state.backbone, **trained}
     plain = state.of(all_of_it)
     if state.backbone:
         plain = fedlora.adapted(fedlora.State(**vars(state.of(trained)), backbone=state.backbone))
     still = {"backbone": state.backbone} if state.backbone else {}
-    order = fedavg.order(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
-    return fedlora.placed(order, state.network) if state.backbone else order
+    order = fedavg.training_order(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
+    return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
 
 
 def whole(site: Site) -> dict[str, np.ndarray]:
@@ -103,33 +104,33 @@ def work_on_all(task: Task, site: Site) -> Answer:
     return parted(fedavg.trained(task, site, whole(site)), site.load("model"))
 
 
-def adapted(task: Task, site: Site) -> tuple[Tensors, Any]:
-    """Frozen tensors, and the hook that adds the adapters to them; nothing where there are none."""
+def backbone_and_insert(task: Task, site: Site) -> tuple[Tensors, Any]:
+    """Return the frozen tensors and the hook that inserts adapters, or {} and None without adapters."""
     if not task.params.get("rank"):
         return {}, None
     backbone = site.load("backbone")
-    return backbone, fedlora.hooks(task, {}).prepare
+    return backbone, fedlora.adapter_hooks(task, {}).prepare
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the shared part with the device's own rest."""
-    still, prepare = adapted(task, site)
+    still, prepare = backbone_and_insert(task, site)
     model = {**still, **whole(site)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=Hooks(prepare=prepare))
 
 
 def personal(task: Task, site: Site) -> Tensors:
     """The network that `check` evaluates, adapters merged into its weights."""
-    still, _ = adapted(task, site)
-    return fedlora.put_in(task.params, still, whole(site)) if still else whole(site)
+    still, _ = backbone_and_insert(task, site)
+    return fedlora.merge_adapters(task.params, still, whole(site)) if still else whole(site)
 
 
 def result(state: State) -> Artefact:
-    """Shared part within the job's first network; `meta["private"]` names the tensors that stay on devices."""
+    """Return the shared part in the first network. `meta["private"]` names the tensors of devices."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
-        model = fedlora.plain(fedlora.State(**vars(state.of(state.model)), backbone=state.backbone))
-    return fedavg.weights(state.network, model, private=private)
+        model = fedlora.merged_model(fedlora.State(**vars(state.of(state.model)), backbone=state.backbone))
+    return fedavg.weights_artefact(state.network, model, private=private)
 
 
 # -- the method -----------------------------------------------------------------------------------
@@ -148,9 +149,9 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             raise JobError(
                 "head and rank: the device's own layer is the one that tells classes where adapters are shared"
             )
-        both = replace(begun, model=fedlora.shared(begun.model, params.rank, seed, begun.network))
-        return replace(split(both, fedlora.head(begun.network)), backbone=begun.model)
-    found, last = begun.register.layers(), begun.register.head() if params.head is None else None
+        both = replace(begun, model=fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network))
+        return replace(split(both, fedlora.head_names(begun.network)), backbone=begun.model)
+    found, last = begun.register.parameters_by_layer(), begun.register.classifier() if params.head is None else None
     chosen = params.head if params.head is not None else (last,) if last else ()
     inside = {entry.module: entry.layer for entry in begun.register.tensors}
     chosen = tuple(inside.get(name, name) for name in chosen)  # a normalisation goes with its layer
@@ -170,7 +171,7 @@ def order(state: State, device: DeviceView) -> Order:
         return sent
     all_of_it = state.of({**state.backbone, **state.own, **state.model})
     light = replace(all_of_it, params={**state.params, "epochs": state.params["head_epochs"]})
-    head = fedavg.order(light, {}, moved=state.own).work
+    head = fedavg.training_order(light, {}, moved=state.own).work
     return replace(sent, work=sent.work.plus(head))
 
 
@@ -178,7 +179,7 @@ def work(task: Task, site: Site) -> Answer:
     """Train the head for its epochs, then the representation; only the latter is sent."""
     head, model, steps = set(site.load("own")), whole(site), 0.0
     body = model.keys() - head
-    still, prepare = adapted(task, site)
+    still, prepare = backbone_and_insert(task, site)
     fit, epochs = fedavg.fit_of(task), task.params["head_epochs"] if head else 0
     first = epochs / (epochs + fit.epochs)  # share of the work
 

@@ -39,6 +39,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Expected,
     Hooks,
     ModelError,
@@ -136,7 +137,7 @@ class State(fedlora.State):
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Insert shared adapters into the bundle's network, which is frozen."""
     begun = fedavg.init(bundle, params, seed)
-    model = fedlora.shared(begun.model, params.rank, seed, begun.network)
+    model = fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network)
     if params.head == "private":
         model = {name: array for name, array in model.items() if name not in begun.model}
     table = {**begun.params, "optimizer": "adam", "own_seed": derive_seed(seed, "own")}
@@ -146,9 +147,9 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the shared part and of the device's own, which has the head if that is private."""
+    """Return FedLoRA's order with the names of the head's tensors."""
     sent = fedlora.send(state, device)
-    return replace(sent, params={**sent.params, "head_names": fedlora.head(state.network)})
+    return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
 
 
 @expects(lambda state: Expected({"delta": state.model}))
@@ -206,47 +207,49 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def result(state: State) -> Artefact:
-    """Network with the shared adapters merged into its weights: every gate shut."""
-    spots = fedlora.places(state.network)
+    """Return the network with the shared adapters merged in, and `meta["private"]` naming devices' tensors."""
+    spots = fedlora.adapted_layers(state.network)
     private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
     if state.params["head"] == "private":
-        private.update(fedlora.head(state.network))
-    return fedavg.weights(state.network, fedlora.plain(state), private=sorted(private))
+        private.update(fedlora.head_names(state.network))
+    return fedavg.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))
 
 
 # -- on the device --------------------------------------------------------------------------------
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train shared part, own branch and gates together; the change of the shared part alone is sent."""
+    """Train shared part, own branch and gates, return the change of the shared part, and keep the rest."""
     backbone, received = site.load("backbone"), site.load("model")
-    mine = own(task, site, backbone)
-    answer = fedavg.trained(task, site, {**backbone, **received, **mine}, hooks(task, received, mine))
+    mine = load_own_branch(task, site, backbone)
+    answer = fedavg.trained(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
     model = answer.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}
-    return replace(answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gates(task, kept)}, local=kept)
+    return replace(
+        answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gate_metrics(task, kept)}, local=kept
+    )
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
-    """Evaluate with the own branch."""
+def check(task: Task, site: Site) -> EvaluationSums:
+    """Evaluate the network with the device's own branch and the received part."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _evaluated(task, site, backbone)
-    adapted = hooks(task, received, mine)
+    adapted = branch_hooks(task, received, mine)
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
 
 
 def personal(task: Task, site: Site) -> Tensors:
-    """The network that `check` evaluates, both branches merged into its weights."""
+    """Return the device's network as `check` evaluates it, with both branches merged into its weights."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _evaluated(task, site, backbone)
-    whole = fedlora.put_in(task.params, backbone, {**received, **mine})
-    return lora.merged_own(whole, mine, gated(task), fedlora.scale(task.params))
+    whole = fedlora.merge_adapters(task.params, backbone, {**received, **mine})
+    return lora.merged_own(whole, mine, layers_by_gate(task), fedlora.scale(task.params))
 
 
 def _evaluated(task: Task, site: Site, backbone: Tensors) -> Tensors:
     """The own branch; a device that has never trained has noise there, so its gates are shut."""
-    mine = own(task, site, backbone)
+    mine = load_own_branch(task, site, backbone)
     if site.local:
         return mine
     return {name: shut(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
@@ -257,14 +260,14 @@ def shut(gate: np.ndarray) -> np.ndarray:
     return np.full_like(gate, SHUT)
 
 
-def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
-    """The device's branch, gates and, if private, head: as it last left them, or their first values.
+def load_own_branch(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
+    """Return the device's branch, gates and private head, as last stored or with their first values.
 
     Raises:
         ModelError: the kept values belong to another network, rank or choice of gates.
     """
     rng = tensors.rng(task.params["own_seed"], site.device)
-    first = lora.own(backbone, gated(task), task.params["rank"], rng, task.params["gate"])
+    first = lora.own(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
         first.update({name: backbone[name] for name in task.params["head_names"]})
     if not site.local:
@@ -277,20 +280,20 @@ def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
     return dict(site.local)
 
 
-def gated(task: Task) -> tuple[lora.Spot, ...]:
-    """Layers behind each gate, by gate."""
+def layers_by_gate(task: Task) -> tuple[lora.Spot, ...]:
+    """Return the adapted layers, grouped by the gate that weighs them."""
     spots = lora.given(task.params["places"])
     return lora.by_layer(spots) if task.params["gates"] == "layer" else spots
 
 
-def hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
-    """Hooks for both branches in the network, three rates, and the penalties of Eq. 5."""
-    places, params = gated(task), task.params
+def branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
+    """Return hooks that insert both branches, with the learning rates of each part and the penalty of Eq. 5."""
+    places, params = layers_by_gate(task), task.params
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import lora_torch
 
-        return lora_torch.insert(module, places, params["rank"], fedlora.scale(params), own=True)
+        return lora_torch.insert_adapters(module, places, params["rank"], fedlora.scale(params), own=True)
 
     def rate(name: str) -> float:
         leaf = name.rpartition(".")[2]
@@ -315,11 +318,11 @@ def hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
     return Hooks(prepare=prepare, steps=(Step(rate=rate, penalty=penalty),))
 
 
-def _gates(task: Task, held: Tensors) -> dict[str, float]:
-    """Metrics "gate.00", ... -> m, 0..1, by block, if the job reports gates."""
+def _gate_metrics(task: Task, held: Tensors) -> dict[str, float]:
+    """Return the openness of each gate, 0 to 1, as metrics "gate.00" and so on, if the job reports them."""
     if not task.params["tell_gates"]:
         return {}
-    opened = lora.openness(held, gated(task))
+    opened = lora.openness(held, layers_by_gate(task))
     return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(opened)}
 
 

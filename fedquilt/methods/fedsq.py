@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,6 +30,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Examples,
     Hooks,
     ModelError,
@@ -74,7 +74,7 @@ class State(fedavg.State):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Split the network by the schedule.
+    """Split the bundle's network into a frozen copy and the trained tensors.
 
     Raises:
         ModelError: an unknown module in `trained`, or nothing in it to train; or a tensor that two modules share, or a
@@ -88,7 +88,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             known = ", ".join(sorted({name.split(".")[0] for name in begun.model}))
             raise ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
     require_separable(begun.register)
-    model = travelling(begun, trained, params.bn)
+    model = tensors_to_send(begun, trained, params.bn)
     if not model:
         raise ModelError(f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}")
     settled = replace(begun, model=model, params={**begun.params, "trained": trained})
@@ -101,22 +101,22 @@ def covers(trained: list[str], name: str) -> bool:
 
 
 def require_separable(register: Register) -> None:
-    """Raise ModelError where the network cannot be taken apart into two copies; names the tensor."""
+    """Raise ModelError if a tensor is shared, or is a running statistic of other than batch norm."""
     for entry in register.tensors:
         if entry.aliases:
             raise ModelError(
                 f"the tensor {entry.name!r} is {entry.aliases[0]!r} as well: FedSQ trains one copy of a part of the "
                 "network, so give each module tensors of its own, or take another method"
             )
-        if register.running(entry.name) and entry.type not in BATCH_NORMS:
+        if register.is_running_statistic(entry.name) and entry.type not in BATCH_NORMS:
             raise ModelError(
                 f"the tensor {entry.name!r} is a statistic of {entry.type}, and FedSQ cannot take it apart: "
                 "take torch's own normalisation, or another method"
             )
 
 
-def travelling(begun: fedavg.State, trained: list[str], bn: str) -> dict[str, np.ndarray]:
-    """Tensors sent in a round: the trained modules; batch norm's statistics only where these are trained too."""
+def tensors_to_send(begun: fedavg.State, trained: list[str], bn: str) -> dict[str, np.ndarray]:
+    """Return the tensors of the trained modules. Without bn = "train" their batch norm statistics are left out."""
     entries = [entry for entry in begun.register.tensors if covers(trained, entry.name)]
     kept = [each.name for each in entries if bn == "train" or each.kind == "parameter" or not each.normalises]
     return {name: begun.model[name] for name in kept}
@@ -129,12 +129,12 @@ def send(state: State, device: DeviceView) -> Order:
     into `cache_mb` only the device knows. Without one it runs in every epoch, and so do w_SK's layers behind it.
     """
     whole = replace(state, model=state.frozen)  # for the size in memory
-    order = fedavg.order(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
+    order = fedavg.training_order(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
     if not state.layers:
         return order
     tail = replace(whole, layers=layer_costs.split(state.layers, state.model)[1])
     cached, new = state.params["cache"] != "off", not device.rounds
-    each = fedavg.order(tail, {}, moved=state.model)
+    each = fedavg.training_order(tail, {}, moved=state.model)
     frozen = fedavg.look(whole)  # w_SK, and what lies before its trained part
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = each.work, each.check or frozen
@@ -162,17 +162,17 @@ def work(task: Task, site: Site) -> Answer:
     return Answer({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate on the held-out share, with gates and features cached as in training."""
     if not len(site.held):
-        return {"examples": 0.0}
+        return EvaluationSums(examples=0)
     examples, start, hooks, _ = _Copies(task, site).ready(site.load("model"), site.held, "held")
     return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
 
 
 def result(state: State) -> Artefact:
-    """Both copies, or with gates = "own" the plain network."""
-    meta = {"network": tensor_register.plain(state.network), "trained": state.params["trained"]}
+    """Return both copies of the network or, with gates = "own", the trained network alone."""
+    meta = {"network": tensor_register.without_register(state.network), "trained": state.params["trained"]}
     trained = {**state.frozen, **state.model}
     if state.params["gates"] == "own":
         return Artefact("weights", meta, trained)

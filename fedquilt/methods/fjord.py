@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task
+from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import Plan
@@ -53,8 +53,8 @@ class Ordered:
         """Draw the width of the next step."""
         self.width = self._widths[int(self._rng.integers(len(self._widths)))]
 
-    def gate(self, module: Any) -> Any:
-        """Insert hooks that set the outputs of dropped units to 0 for every layer that reads them, in training."""
+    def insert_gates(self, module: Any) -> Any:
+        """Insert hooks that set dropped units to 0 for every layer that reads them, and return the module."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
         from fedquilt.models.networks import tensor_register
@@ -64,9 +64,9 @@ class Ordered:
             if isinstance(each, _BatchNorm):
                 each.register_forward_pre_hook(self._aside(each.momentum))
         for name, follow in self._plan.follows.items():
-            path, _, leaf = name.rpartition(".")
-            if leaf == "weight" and follow.into:
-                for each in {each for _, each in tensor_register.sharers(module, path)}:
+            path = name.rpartition(".")[0]
+            if follow.into:  # of weights alone
+                for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
                     each.register_forward_pre_hook(self._hook(follow.into, follow.repeat))
         return module
 
@@ -121,11 +121,11 @@ def work(task: Task, site: Site) -> Answer:
         plan = masks.from_array(site.load("plan")["json"])
         ordered = Ordered(plan, most, widths, tensors.rng(task.seed, "widths"))
         narrow = hooks.prepare or (lambda module: module)
-        hooks = Hooks(prepare=lambda module: ordered.gate(narrow(module)), steps=(Step(begin=ordered.begin),))
+        hooks = Hooks(prepare=lambda module: ordered.insert_gates(narrow(module)), steps=(Step(begin=ordered.begin),))
     return fedavg.work(task, site, hooks)
 
 
-def check(task: Task, site: Site) -> Any:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the part of width p_max on the device's held-out share."""
     hooks = heterofl.hooks_of(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
@@ -139,5 +139,5 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    settle=_by_width.settling(heterofl.parts_of, heterofl.rate_of, scaled=False),
+    settle=_by_width.statistics_rounds(heterofl.parts_of, heterofl.rate_of, scaled=False),
 )

@@ -10,13 +10,24 @@ bundle has no activations by layer. Frozen tensors are sent once and keep their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    EvaluationSums,
+    Hooks,
+    ModelError,
+    Order,
+    Site,
+    Step,
+    Task,
+)
 from fedquilt.methods import fedavg, fedrep, ft_full
 
 
@@ -29,18 +40,17 @@ class Params(ft_full.Params):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Freeze all but the last layers.
+    """Split the bundle's network into frozen first layers and trained last layers.
 
     Raises:
         ModelError: the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
-    found, last = begun.register.layers(), begun.register.head()
+    found, last = begun.register.parameters_by_layer(), begun.register.classifier()
     if last is None:
         raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]
-    moved = {name for layer in order[-params.layers :] for name in found[layer]}
-    moved |= begun.register.modules({entry.module for entry in begun.register.tensors if entry.name in moved})
+    moved = {entry.name for entry in begun.register.tensors if entry.layer in order[-params.layers :]}
     return fedrep.split(begun, begun.model.keys() - moved)
 
 
@@ -48,7 +58,7 @@ def send(state: fedrep.State, device: DeviceView) -> Order | None:
     """Order training of the last layers, if the device's budget holds it."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
-    order = fedavg.order(whole, {"model": state.model, "own": state.own}, moved=state.model)
+    order = fedavg.training_order(whole, {"model": state.model, "own": state.own}, moved=state.model)
     counted = fedavg.at_once(whole, state.model)
     return ft_full.limited(order, light, device, ("torch", "numpy"), counted)
 
@@ -61,14 +71,14 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the frozen network with the received last layers."""
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 
 
 def result(state: fedrep.State) -> Artefact:
-    """The whole network: its frozen layers are the same on all devices."""
-    return fedavg.weights(state.network, {**state.own, **state.model})
+    """Return the whole network. Its frozen layers are the same on all devices."""
+    return fedavg.weights_artefact(state.network, {**state.own, **state.model})
 
 
 METHOD = replace(

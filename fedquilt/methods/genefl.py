@@ -38,13 +38,14 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, layer_costs, tensor_register, tensors
+from fedquilt import exact, layer_costs, metrics, tensor_register, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Examples,
     ModelError,
     Order,
@@ -126,10 +127,10 @@ class Sum:
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start in the fingerprint phase, with all layers but the head to share."""
     begun = fedavg.init(bundle, params, seed)
-    found = units(begun.register)
+    found = layer_units(begun.register)
     first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
     known = {name for names in found.values() for name in names}
-    last = None if params.share_head else begun.register.head()
+    last = None if params.share_head else begun.register.classifier()
     shared = tuple(layer for layer in found if layer != last) or tuple(found)
     return State(
         params=begun.params,
@@ -145,12 +146,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     )
 
 
-def units(register: Register) -> dict[str, tuple[str, ...]]:
-    """Layer -> its parameters; those of a module around layers, such as a gain, go with the first layer called in it.
+def layer_units(register: Register) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of each layer. A module around layers goes with the first layer in it.
 
     By itself a gain of one number would always be among the smallest scores, and in the end all that is shared.
     """
-    found = register.layers()
+    found = register.parameters_by_layer()
     units = {layer: list(names) for layer, names in found.items()}
     for layer in found:
         inner = [each for each in found if each != layer and (not layer or each.startswith(f"{layer}."))]
@@ -174,7 +175,7 @@ def send(state: State, device: DeviceView) -> Order | None:
     bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
     model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
     plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
-    order = fedavg.order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
+    order = fedavg.training_order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
@@ -203,8 +204,8 @@ def work(task: Task, site: Site) -> Answer:
         "smooth": sum(strengths[name] * learngene.distance(model[name], received[name]) for name in bound),
         "elastic": sum(learngene.distance(model[name], elastic[name]) for name in bound),
     }
-    rated = site.engine.evaluate(task.params["network"], model, site.held) if len(site.held) else {}
-    told = {"personal": rated["accuracy"]} if rated else {}
+    rated = metrics.main(site.engine.evaluate(task.params["network"], model, site.held))
+    told = {} if rated is None else {"personal": rated[1]}
     gene = learngene.choose(
         {layer: parts[layer] for layer in task.params["shared"]},
         model,
@@ -217,10 +218,10 @@ def work(task: Task, site: Site) -> Answer:
     return Answer({"gene": sent}, answer.weight, {**answer.metrics, **terms, **told}, local=model)
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own model; there is none while its fingerprint is asked for."""
     if task.params["ask"] == "fingerprint":
-        return {"examples": 0.0}
+        return EvaluationSums(examples=0)
     return site.engine.evaluate(task.params["network"], _own(site, _received(task, site)[0]), site.held)
 
 
@@ -380,7 +381,7 @@ def explain(state: State) -> list[str]:
 
 
 def result(state: State) -> Artefact:
-    """Layers of every cluster, "0/conv1.weight" and so on. No network: each device has its own head."""
+    """Return the shared layers of every cluster as tensors "0/conv1.weight" and so on, without a network."""
     held = {
         f"{k}/{name}": array
         for k, told in enumerate(state.clusters)
@@ -389,7 +390,9 @@ def result(state: State) -> Artefact:
     }
     genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
     return Artefact(
-        "genes", {"network": tensor_register.plain(state.network), "genes": genes, "members": list(state.members)}, held
+        "genes",
+        {"network": tensor_register.without_register(state.network), "genes": genes, "members": list(state.members)},
+        held,
     )
 
 

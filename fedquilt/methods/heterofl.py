@@ -21,7 +21,7 @@ parts diverge. The Scaler applies in a device's own evaluation as well. Channels
 follow through the network stay whole; an addition ties its operands. The result is the whole network: some device
 should have rate 1.
 
-Other methods that send parts by width use the halves of this one (`by_width`, `order`, `hooks_of`, `gather`).
+Other methods that send parts by width use the halves of this one (`by_width`, `order`, `hooks_of`, `add_part`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    EvaluationSums,
     Expected,
     Hooks,
     ModelError,
@@ -52,10 +53,9 @@ from fedquilt.core import (
     expects,
 )
 from fedquilt.methods import fedavg
-from fedquilt.methods._by_width import State, measured, narrowed, settling
+from fedquilt.methods._by_width import State, measured, narrowed, statistics_rounds
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as width_parts
-from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Counted, Places
 
 Rate = Annotated[float, Meta(gt=0, le=1)]
@@ -83,43 +83,28 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Start from the bundle's model, with first statistics for each width.
 
     Raises:
-        ModelError: `masked`, and the network has no last linear layer.
+        ModelError: `masked`, and the network has no plain last linear layer.
     """
     if metrics.task_of(bundle.meta["network"]) != "classes":
         params = replace(params, masked=False)  # there are no classes that a device could lack
     begun = by_width(bundle, params, seed)
-    if params.masked and begun.register.head() is None:
-        raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
+    if params.masked:
+        last = begun.register.classifier()
+        if last is None:
+            raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
+        begun.register.require_plain_weight(last)
     return begun
 
 
 def by_width(bundle: Bundle, params: Any, seed: int) -> State:
     """State of a method that sends parts by width, at the bundle's model and the rates in `params`."""
-    begun = State(**vars(fedavg.init(bundle, params, seed)), plan=plan_of(bundle), widths={}, settled=0)
-    return replace(begun, widths=statistics(begun, {rate: part(begun, rate) for rate in params.rates}))
+    plain = fedavg.init(bundle, params, seed)
+    begun = State(**vars(plain), plan=masks.of_bundle(bundle, plain.model), widths={}, settled=0)
+    return replace(begun, widths=initial_statistics(begun, {rate: part(begun, rate) for rate in params.rates}))
 
 
-def plan_of(bundle: Bundle) -> Plan:
-    """Dependencies between the network's units.
-
-    Raises:
-        ModelError: the bundle has none, or no unit can be left out.
-    """
-    if "masks" not in bundle.files:
-        raise ModelError(
-            "the bundle has no plan of how the network's units hang together: run `fedquilt prepare` anew. If there "
-            "is none still, torch.fx cannot trace the network: take another one"
-        )
-    plan = masks.from_array(bundle.load("masks")["json"])
-    masks.require(plan, bundle.load("model"))
-    if not plan.neurons:
-        why = masks.why_whole(plan) or "it has no hidden layer"
-        raise ModelError(f"no hidden unit of this network can be left out, so it cannot be cut by width: {why}")
-    return plan
-
-
-def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
-    """First statistics of each part: the network's own."""
+def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
+    """Return the first statistics of each part narrower than the network: the network's own."""
     names = [each.name for each in state.register.tensors if each.normalises and each.kind != "parameter"]
     return {
         f"{rate:g}": width_parts.cut(state.model, {name: at[name] for name in names})
@@ -155,7 +140,7 @@ def order(state: fedavg.State, at: Places, rate: float, own: Tensors | None = No
         own: tensors that replace the network's.
     """
     light = narrowed(state, at, own)
-    found = fedavg.order(light, {"model": light.model})
+    found = fedavg.training_order(light, {"model": light.model})
     built = tensors.total_bytes([state.model])  # the network is built whole before it is cut
     work = msgspec.structs.replace(found.work, peak_bytes=max(found.work.peak_bytes, 2 * built))
     return replace(found, params={**found.params, "rate": rate}, work=work)
@@ -174,10 +159,10 @@ def parts_of(state: State) -> dict[float, Places]:
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of the leading channels that the device's memory tier allows."""
+    """Return the order to train the leading channels that the device's memory tier allows."""
     rate = rate_of(state, device)
     found = at_rate(state, order(state, part(state, rate), rate, state.widths.get(f"{rate:g}")))
-    return replace(found, params={**found.params, "head": state.register.head()})
+    return replace(found, params={**found.params, "head": state.register.classifier()})
 
 
 def at_rate(state: State, given: Order) -> Order:
@@ -191,11 +176,11 @@ def hooks_of(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
     if task.params["rate"] == 1:
         return Hooks()
     start = site.load("model")
-    return Hooks(prepare=lambda module: width_parts.shrunk(module, start, scaled=scaled))
+    return Hooks(prepare=lambda module: width_parts.shrink_module(module, start, scaled=scaled))
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train the device's part, or gather statistics where the task asks for them."""
+    """Train the device's part, masking classes that it lacks, or gather statistics if the task asks for them."""
     if "asked" in task.params:
         return measured(task, site)
     hooks = hooks_of(task, site)
@@ -210,7 +195,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own part on its held-out share."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks_of(task, site))
 
@@ -229,25 +214,25 @@ def sent_by(update: Contribution) -> Mapping[str, Any]:
     return update.bundles["model"]
 
 
-def taken(state: State) -> Expected:
-    """A part of the model, and where a device says them its classes."""
+def expected_update(state: State) -> Expected:
+    """Return the bundles expected of a device: a part of the model and, if masked, its classes."""
     if not state.params.get("masked"):
         return fedavg.part(state)
-    last = f"{state.register.head()}.weight"
+    last = f"{state.register.classifier()}.weight"
     held = {"held": tensors.Shaped(state.model[last].shape[:1], np.dtype(np.uint8))}
     return Expected({"model": state.model, "classes": held}, whole=False)
 
 
 @adds_up(Sum)
-@expects(taken)
+@expects(expected_update)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's part to the sums; its rows of missing classes do not count."""
     sent = sent_by(update)
-    rows = held_by(state, update) if state.params.get("masked") else None
-    return gather(state, so_far, sent, parts_of(state), update.weight, rows)
+    rows = classes_of(state, update) if state.params.get("masked") else None
+    return add_part(state, so_far, sent, parts_of(state), update.weight, rows)
 
 
-def gather(
+def add_part(
     state: State,
     so_far: Sum | None,
     sent: Tensors,
@@ -272,7 +257,7 @@ def gather(
     key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
     tensors.require_finite(sent)
     if rows is not None:
-        last = state.register.head()
+        last = state.register.classifier()
         for name in (f"{last}.weight", f"{last}.bias"):
             if name in at:
                 at[name], sent = (rows, at[name][1]), {**sent, name: sent[name][rows]}
@@ -288,13 +273,13 @@ def gather(
     return Sum(whole, widths)
 
 
-def held_by(state: State, update: Contribution) -> np.ndarray:
-    """Classes that a device has examples of: (n,), bool.
+def classes_of(state: State, update: Contribution) -> np.ndarray:
+    """Return the numbers of the classes that a device has examples of.
 
     Raises:
         UpdateError: the update does not report them.
     """
-    last = f"{state.register.head()}.weight"
+    last = f"{state.register.classifier()}.weight"
     told = update.bundles.get("classes", {})
     tensors.require_same(told, {"held": np.zeros(len(state.model[last]), np.uint8)})
     return np.flatnonzero(told["held"])
@@ -323,5 +308,5 @@ METHOD = replace(
     check=check,
     fold=fold,
     step=step,
-    settle=settling(parts_of, rate_of, scaled=True),
+    settle=statistics_rounds(parts_of, rate_of, scaled=True),
 )

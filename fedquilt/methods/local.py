@@ -6,12 +6,23 @@ as FedAvg's do, from its own last model. An update carries metrics and no tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, Expected, Site, Task, Tensors, UpdateError, expects
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    Contribution,
+    EvaluationSums,
+    Expected,
+    Site,
+    Task,
+    Tensors,
+    UpdateError,
+    expects,
+)
 from fedquilt.methods import fedavg
 
 
@@ -33,7 +44,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Evaluate the device's own model."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
@@ -64,8 +75,8 @@ def step(state: State, total: int | None) -> State:
 
 
 def result(state: State) -> Artefact:
-    """First model of the job: the devices' own are known to nobody else."""
-    return fedavg.weights(state.network, state.model, private=sorted(state.model))
+    """Return the job's first model. The devices' models never leave them."""
+    return fedavg.weights_artefact(state.network, state.model, private=sorted(state.model))
 
 
 METHOD = replace(

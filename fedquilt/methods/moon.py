@@ -40,18 +40,18 @@ class Contrast:
         self._seen: Any = None  # (n, features) that entered the last linear layer in the last forward pass
 
     def prepare(self, module: Any) -> Any:
-        """Hook into the classifier's input."""
+        """Add a hook that records the classifier's input, and return the module."""
         module.get_submodule(self._head).register_forward_pre_hook(self._look)
         return module
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Contrastive loss mu * l_con of a mini-batch, a scalar."""
+        """Return the contrastive loss mu * l_con of a mini-batch, a scalar."""
         import torch
         from torch.nn import functional as F
 
         from fedquilt.models.networks import tensor_register
 
-        places = tensor_register.places(module)
+        places = tensor_register.first_names(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
@@ -71,25 +71,25 @@ class Contrast:
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
-    """Start as FedAvg.
+    """Start as FedAvg, with a network that has a last linear layer.
 
     Raises:
         ModelError: the network has no linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
-    if begun.register.head() is None:
+    if begun.register.classifier() is None:
         raise ModelError("MOON compares what enters the last linear layer, and this network has none")
     return begun
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order training with two more forward passes, once a device has a model of its own, and one more copy."""
-    order = fedavg.order(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
-    return replace(order, params={**order.params, "head": state.register.head()})
+    """Return the order to train, with the cost of two more forward passes once a device has an own model."""
+    order = fedavg.training_order(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    return replace(order, params={**order.params, "head": state.register.classifier()})
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train with the contrastive term once the device has a last model; keeps the new one."""
+    """Train, with the contrastive term once the device has a last model, and keep the new model."""
     hooks = Hooks()
     if site.local:
         contrast = Contrast(task.params["mu"], task.params["temperature"], task.params["head"])

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from fedquilt.core import Bundle, ModelError
 from fedquilt.methods import fedavg, fedrep
-from fedquilt.tensor_register import ATTENTION, CONVOLUTIONS
+from fedquilt.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 
 MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)  # modules whose weights are matrices
 
@@ -30,8 +30,8 @@ class Params(fedavg.Params):
     layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all learned tensors
 
 
-def weights(begun: fedavg.State) -> list[str]:
-    """Names of the weights of convolutions larger than 1x1, in network order; without any, of the linear layers.
+def convolution_weights(begun: fedavg.State) -> list[str]:
+    """Return the names of weights of convolutions larger than 1x1 or, without any, of linear layers.
 
     Attention's and recurrent layers' own matrices count as linear layers' weights.
 
@@ -39,26 +39,26 @@ def weights(begun: fedavg.State) -> list[str]:
         ModelError: there are neither, or only the head's.
     """
     register, model = begun.register, begun.model
-    names = register.ordered(fedavg.learned(begun))
-    types = {entry.name: entry.type for entry in register.tensors}
+    names = register.in_call_order(fedavg.trained_names(begun))
+    types = {entry.name: "" if MADE_OF in entry.name else entry.type for entry in register.tensors}
     found = [name for name in names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1]
     if not found:
-        last = register.layers().get(register.head() or "", ())
+        last = register.parameters_by_layer().get(register.classifier() or "", ())
         found = [name for name in names if types[name] in MATRICES and model[name].ndim == 2 and name not in last]
     if not found:
         raise ModelError("this network has no convolutions and one linear layer: there is no part of it to share")
     return found
 
 
-def tail(begun: fedavg.State, count: int) -> set[str]:
-    """Names of the last `count` of `weights`, or of all if there are fewer."""
-    return set(weights(begun)[-count:]) if count else set()
+def last_weights(begun: fedavg.State, count: int) -> set[str]:
+    """Return the last `count` names of `convolution_weights`."""
+    return set(convolution_weights(begun)[-count:]) if count else set()
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Leave the last convolutions and all statistics to the devices."""
+    """Split the bundle's network: the last convolutions and all statistics stay on the devices."""
     begun = fedavg.init(bundle, params, seed)
-    shared = set(fedavg.learned(begun)) - tail(begun, params.layers)
+    shared = set(fedavg.trained_names(begun)) - last_weights(begun, params.layers)
     return fedrep.split(begun, begun.model.keys() - shared)
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task, same_for_all
+from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task, same_for_all
 from fedquilt.methods import fedavg
 
 
@@ -65,7 +65,7 @@ class Ahead:
 @same_for_all
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training at twice FedAvg's cost, with one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)
+    return fedavg.training_order(state, {"model": state.model}, trainings=2, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
@@ -76,7 +76,7 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.trained(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
-def check(task: Task, site: Site) -> Mapping[str, float]:
+def check(task: Task, site: Site) -> EvaluationSums:
     """Adapt the received model on the device's examples, then evaluate it on the held-out share."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):

@@ -65,7 +65,7 @@ class Envelope:
         self.steps = (Step(penalty=self.penalty, begin=self._next), *[Step(penalty=self.penalty)] * (inner - 1))
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """Proximal term lambda/2 |theta - w|^2."""
+        """Return the proximal term lambda/2 |theta - w|^2."""
         if not self._w:
             self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}
         return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
@@ -79,8 +79,8 @@ class Envelope:
                 if self._w:
                     self._w[name].sub_(self._rate * (self._w[name] - value))
 
-    def closed(self, theta: Tensors) -> dict[str, np.ndarray]:
-        """Final w, after its last step towards `theta`; buffers are theta's."""
+    def final_anchor(self, theta: Tensors) -> dict[str, np.ndarray]:
+        """Return w after its last step towards `theta`. Tensors without a w are those of `theta`."""
         moved = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
             name: (moved[name] - self._rate * (moved[name] - array)).astype(array.dtype) if name in moved else array
@@ -91,16 +91,16 @@ class Envelope:
 @same_for_all
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training with K steps per mini-batch and one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
+    return fedavg.training_order(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
-    """Train theta and w together; sends w and keeps theta."""
+    """Train theta and w together, return w and keep theta on the device."""
     received = site.load("model")
     envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     answer = fedavg.trained(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
     theta = answer.bundles["model"]
-    return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
+    return replace(answer, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
 
 
 def require(state: fedavg.State, update: Contribution) -> None:
@@ -127,7 +127,7 @@ def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:
     if total is None:
         return state
     model, beta = fedavg.mean(total), state.params["beta"]
-    for name in fedavg.learned(state):
+    for name in fedavg.trained_names(state):
         model[name] = (1 - beta) * state.model[name] + beta * model[name]
     return replace(state, model=fedavg.cast(model, state.model))
 

@@ -121,7 +121,7 @@ def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
 
 
 def step(state: State, total: Held | None) -> State:
-    """Replace the model by the rule's aggregate of the updates held."""
+    """Replace the model by the rule's aggregate, or keep it if the updates are too few for the rule."""
     if total is None:
         return state
     devices, rule, size = sorted(total.sent), state.params["rule"], state.params["bucket"]
@@ -136,7 +136,7 @@ def step(state: State, total: Held | None) -> State:
     if size > 1:
         groups = robust.buckets(len(devices), size, tensors.rng(state.seed, "buckets", total.round))
     updates = [total.sent[device] for device in devices]
-    rows, learned = robust.Rows(updates, groups), fedavg.learned(state)
+    rows, learned = robust.Rows(updates, groups), fedavg.trained_names(state)
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
     merged, sentence = _merged(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]

@@ -80,16 +80,16 @@ class Sum(fedavg.Sum):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    """Start with control variates of 0."""
+    """Start from the bundle's model with control variates of 0."""
     begun = fedavg.init(bundle, params, seed)
-    control = {name: np.zeros_like(begun.model[name]) for name in fedavg.learned(begun)}
+    control = {name: np.zeros_like(begun.model[name]) for name in fedavg.trained_names(begun)}
     return State(**vars(begun), control=control, known=0)
 
 
 @same_for_all
 def send(state: State, device: DeviceView) -> Order:
     """Order training with the server's control variate and one more copy of the model."""
-    return fedavg.order(state, {"model": state.model, "control": state.control}, anchors=2)
+    return fedavg.training_order(state, {"model": state.model, "control": state.control}, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

@@ -17,48 +17,53 @@ WIDTH: Final = 8
 
 
 def root_parameter(inputs: int, classes: int, drop: float = 0.5, root: bool = True) -> nn.Module:
-    """Dropout and batch norm within a module that has a parameter of its own."""
+    """Return a network with dropout and batch norm in a module that has a parameter of its own."""
     return _RootParameter(inputs, classes, drop, root)
 
 
 def tied(inputs: int, classes: int) -> nn.Module:
-    """Two layers with one weight, a gain without axes, batch norm, and a counter of the network's own."""
+    """Return a network of two layers with one weight, a scalar gain, batch norm and a counter buffer."""
     return _Tied(inputs, classes)
 
 
 def shared(inputs: int, classes: int) -> nn.Module:
-    """One module in two places, with batch norm in it."""
+    """Return a network that has one module, with batch norm, in two places."""
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, WIDTH), block, block, nn.Linear(WIDTH, classes))
 
 
 def moving_average(inputs: int, classes: int) -> nn.Module:
-    """A normalisation by moving averages in float buffers of its own names."""
+    """Return a network that normalises by moving averages, in float buffers with unusual names."""
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, WIDTH), MovingNorm(), nn.ReLU(), nn.Linear(WIDTH, classes))
 
 
 def tokens(inputs: int, classes: int, drop: float = 0.1) -> nn.Module:
-    """Attention over the inputs, with a class token and a learned place at the root, and a buffer of three axes."""
+    """Return a network of attention over its inputs, with a class token and positions at the root."""
     return _Tokens(inputs, classes, drop)
 
 
 def maps(inputs: int, classes: int) -> nn.Module:
-    """Convolutions with batch norm over a sequence, and a mean over the axis: a last batch of one is a single value."""
+    """Return a network of convolutions with batch norm over a sequence, and a mean over its axis."""
     return _Maps(inputs, classes)
 
 
 def typed(inputs: int, classes: int) -> nn.Module:
-    """Buffers of whole numbers, of float16, and of counts that a forward pass changes."""
+    """Return a network with buffers of whole numbers, of float16, and of counts that change."""
     return _Typed(inputs, classes)
 
 
+def normalised(inputs: int, classes: int) -> nn.Module:
+    """One LayerNorm at two depths, a weight made of two parameters, and batch norm without parameters."""
+    return _Normalised(inputs, classes)
+
+
 NETWORKS: Final[dict[str, Callable[..., nn.Module]]] = {
-    each.__name__: each for each in (root_parameter, tied, shared, moving_average, tokens, maps, typed)
+    each.__name__: each for each in (root_parameter, tied, shared, moving_average, tokens, maps, typed, normalised)
 }
 
 
-def table(name: str, inputs: int = 6, classes: int = 3, **more: Any) -> dict[str, Any]:
-    """Network's table for a job's [model]."""
+def network_table(name: str, inputs: int = 6, classes: int = 3, **more: Any) -> dict[str, Any]:
+    """Return the [model] table of one of these networks."""
     return {"name": f"{__name__}:{name}", "inputs": inputs, "classes": classes, **more}
 
 
@@ -106,7 +111,7 @@ class MovingNorm(nn.Module):  # type: ignore[misc]
         self.register_buffer("var_ema", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Values (n, width) of mean 0 and variance 1."""
+        """Return the values (n, width) normalised to mean 0 and variance 1."""
         mean, var = self.mean_ema, self.var_ema
         if self.training:
             mean, var = x.mean(0), x.var(0, unbiased=False)
@@ -166,3 +171,15 @@ class _Typed(nn.Module):  # type: ignore[misc]
                 self.seen += 1
                 self.level.lerp_(x.mean(0).half(), 0.5)
         return self.head(x + 0.1 * self.level.float())
+
+
+class _Normalised(nn.Module):  # type: ignore[misc]
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(inputs, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)
+        self.scale, self.second = nn.LayerNorm(WIDTH), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.scale(self.norm(self.first(x.flatten(1)))))
+        return self.head(torch.relu(self.second(self.scale(x))))

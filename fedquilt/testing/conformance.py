@@ -377,7 +377,7 @@ def run(name: str) -> Iterator[tuple[str, str, str]]:
         except Skipped as reason:
             yield words, "skipped", str(reason)
         except AssertionError as error:
-            yield words, "failed", _why(error)
+            yield words, "failed", _describe_assertion(error)
         except FedquiltError as error:
             yield words, "failed", f"{type(error).__name__}: {error}"
         except Exception as error:  # code from outside may raise anything
@@ -391,8 +391,8 @@ def _words(check: Callable[..., None]) -> str:
     return check.__name__.replace("_", " ")
 
 
-def _why(error: AssertionError) -> str:
-    """Message of an assertion, or else its text and place."""
+def _describe_assertion(error: AssertionError) -> str:
+    """Return the message of an assertion, or its line, with file and line number."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = shorten_error(str(error))
     return f"{said or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"

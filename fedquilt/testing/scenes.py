@@ -17,7 +17,7 @@ import numpy as np
 from fedquilt import methods, tensors
 from fedquilt.core import Answer, Bundle, Contribution, Examples, Method, Profile, Site
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import SMALL, build, learners, members, remembered, to_train
+from fedquilt.testing.toys import SMALL, build, learners, members, remembered, toy_bundle
 from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.artefacts import prepare as artefacts
 from fedquilt.tools.simulation import Member
@@ -130,7 +130,7 @@ def scene(name: str) -> Scene:
     params = known(method.params)
     if name.endswith(MIXED):
         return Scene(plain, method, deep(), engine, learners(), params, ROUNDS, BUDGETS)
-    return Scene(plain, method, to_train(), engine, learners(), params, ROUNDS)
+    return Scene(plain, method, toy_bundle(), engine, learners(), params, ROUNDS)
 
 
 def profile(budget_bytes: int) -> Profile:
@@ -148,7 +148,7 @@ def deep() -> Bundle:
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4, 4], "classes": 3}
     module = registry.load(network)
     model = {key: value.numpy() for key, value in module.state_dict().items()}
-    return to_train(network, model, trace.plan(module))
+    return toy_bundle(network, model, trace.trace_plan(module))
 
 
 # (round, device) -> the state that an update was folded into, and the update: it is folded when it arrives, by

@@ -18,7 +18,7 @@ from fedquilt.core import BlobRef, Bundle, Examples, Method, Order, Site, Task
 from fedquilt.data import images
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.models.partial import masks
-from fedquilt.tensor_register import Kind, of_kinds
+from fedquilt.tensor_register import Kind, register_of_kinds
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation import run as simulated
 from fedquilt.tools.simulation.carriers import Hands
@@ -222,7 +222,7 @@ def members(count: int = 4, examples: int = 60) -> list[Member]:
 # -- networks -------------------------------------------------------------------------------------
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-MLP_MASKS = masks.Plan(  # fedquilt.models.partial.trace.plan of it
+MLP_MASKS = masks.Plan(  # fedquilt.models.partial.trace.trace_plan of it
     {"1": 5},
     {},
     {
@@ -233,13 +233,13 @@ MLP_MASKS = masks.Plan(  # fedquilt.models.partial.trace.plan of it
 )
 
 
-def to_train(
+def toy_bundle(
     network: dict[str, Any] | None = None,
     model: dict[str, np.ndarray] | None = None,
     plan: masks.Plan | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Bundle:
-    """Bundle of a network, its first tensors and plan of masks, if any; by default a small one for the numpy engine.
+    """Return a bundle of a network to train, by default a small one for the numpy engine.
 
     With `kinds` the network need not exist: its tensors are of these kinds, and parameters where none is given.
     """
@@ -247,12 +247,12 @@ def to_train(
     plan = plan if network else MLP_MASKS
     parts = {"model": start, **({"masks": {"json": masks.to_array(plan)}} if plan else {})}
     meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}
-    meta |= registered(network or MLP) if kinds is None else {"register": of_kinds(start, kinds)}
+    meta |= register_entry(network or MLP) if kinds is None else {"register": register_of_kinds(start, kinds)}
     return Bundle(meta, files(parts), lambda name: parts[name])
 
 
-def registered(network: Mapping[str, Any]) -> dict[str, Any]:
-    """Register of a network's tensors as `fedquilt prepare` writes it; nothing for an `mlp`, whose table says it."""
+def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a network's register as bundle metadata, or {} for an `mlp`, whose table implies it."""
     if network.get("name") == "mlp":
         return {}
     from fedquilt.models.networks import tensor_register

@@ -175,15 +175,15 @@ class Handshake:
         return peer_of(self._tls)
 
     @property
-    def right(self) -> SiteRight | None:
-        """The right in the other side's certificate, or None if that is no site's.
+    def peer_right(self) -> SiteRight | None:
+        """Site right in the other side's certificate, or None if it states none.
 
         Raises:
             WireError: If the certificate states a right that cannot be read.
         """
         names = cast(Sequence[tuple[str, str]], (self._tls.getpeercert() or {}).get("subjectAltName", ()))
         found = [value for kind, value in names if kind == "URI" and value.startswith(SITE)]
-        return parse_right(found[0]) if found else None
+        return right_from_uri(found[0]) if found else None
 
     @property
     def ends(self) -> str:
@@ -201,12 +201,12 @@ def peer_of(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
     return names[0] if len(names) == 1 and not watches else ""
 
 
-def right_uri(right: SiteRight) -> str:
+def uri_from_right(right: SiteRight) -> str:
     """Return the URI that states a right in a certificate."""
     return f"{SITE}{right.most}:{','.join(right.boards)}"
 
 
-def parse_right(uri: str) -> SiteRight:
+def right_from_uri(uri: str) -> SiteRight:
     """Return the right that a URI states.
 
     Raises:

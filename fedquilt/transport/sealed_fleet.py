@@ -47,7 +47,7 @@ class FleetLink(Sealed):
         self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish in an envelope of the device's session; without one only a retained message is cleared.
+        """Publish a message, signed by the device's session if there is one, else drop it unless empty.
 
         What is for everybody (coord/state, job/#) and chunks go as they are.
 
@@ -143,7 +143,7 @@ class FleetLink(Sealed):
                 self._answer(device, hello)
             elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == 2:
                 del self._attempts[device]
-                self._grant(device, attempt, hello)
+                self._finish_handshake(device, attempt, hello)
         except WireError as error:
             raise WireError(f"{device}: {error}") from None
 
@@ -169,7 +169,8 @@ class FleetLink(Sealed):
         self._attempts[device] = attempt
         self._hello(device, "dn", flight(attempt, 1, answer))
 
-    def _grant(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
+    def _finish_handshake(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
+        """Verify the last flight of a handshake, store the device's right and session, and send the answer."""
         try:
             attempt.step(data_of(hello))
         except WireError:
@@ -180,7 +181,7 @@ class FleetLink(Sealed):
         if attempt.peer != device:
             raise WireError(f"the certificate is of {attempt.peer or 'an observer'!r}")
         self._rights.pop(device, None)
-        if (right := attempt.right) is not None:
+        if (right := attempt.peer_right) is not None:
             self._rights[device] = right
         session, answer = attempt.grant(self._epoch)
         self._hello(device, "dn", flight(attempt, 3, answer))

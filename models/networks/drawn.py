@@ -50,8 +50,8 @@ def flops(network: Mapping[str, Any]) -> float:
 
 
 def register(network: Mapping[str, Any]) -> tensor_register.Register:
-    """Register of its tensors, as `models.networks.tensor_register` traces it."""
-    return tensor_register.dense(len(_widths(network)) - 1)
+    """Return the register of the network's tensors, as `models.networks.tensor_register` traces it."""
+    return tensor_register.register_of_mlp(len(_layer_widths(network)) - 1)
 
 
 def costs(network: Mapping[str, Any]) -> list[Layer]:
@@ -66,13 +66,13 @@ def costs(network: Mapping[str, Any]) -> list[Layer]:
 
 def layers(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Size (outputs, inputs) of each layer by its path, first to last."""
-    pairs = itertools.pairwise(_widths(network))
+    pairs = itertools.pairwise(_layer_widths(network))
     return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
 
 
 def trained(network: Mapping[str, Any]) -> footprint.Trained:
     """Memory of its training, as `footprint.weigh` measures it with torch: inputs and hidden outputs are kept."""
-    widths = _widths(network)
+    widths = _layer_widths(network)
     sizes = [into * out for into, out in itertools.pairwise(widths)]
     return footprint.Trained(
         weights_bytes=4 * (sum(sizes) + sum(widths[1:])),
@@ -91,8 +91,8 @@ def _uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
     return (share * float(high - low) + float(low)).astype(np.float32)
 
 
-def _widths(network: Mapping[str, Any]) -> Sequence[int]:
-    """Widths of inputs, hidden layers and classes.
+def _layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
+    """Return the widths of inputs, hidden layers and classes.
 
     Raises:
         ModelError: see `weights`.

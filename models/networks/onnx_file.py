@@ -55,8 +55,8 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str, *, pla
     return onnx.load_from_string(file.getvalue())
 
 
-def written(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
-    """Write the network with these weights as ONNX: "x", (n, ...) float32 like its inputs, to "y", (n, classes).
+def write_network(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, Any] | None = None) -> bytes:
+    """Return the network with these weights as ONNX: "x" (n, ...) float32 to "y" (n, classes).
 
     The network's table stands in the file's metadata, under "network", and its reading settings under "reading".
 
@@ -83,8 +83,8 @@ def written(network: Mapping[str, Any], weights: Tensors, reading: Mapping[str, 
     return _with_metadata(made, network, reading)
 
 
-def unfilled(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
-    """Write the network as ONNX without the numbers of its tensors, which `fedquilt.onnx_fill` puts in by name.
+def write_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
+    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx_fill` adds.
 
     Args:
         network: its table.
@@ -94,7 +94,11 @@ def unfilled(network: Mapping[str, Any], reading: Mapping[str, Any] | None = Non
         ModelError: an operation has no ONNX, or a tensor of the network is none of the graph's.
     """
     model = registry.load(network, seed=0)
-    held = {name: value.detach() for name, value in tensor_register.own(model).items() if value.is_floating_point()}
+    held = {
+        name: value.detach()
+        for name, value in tensor_register.state_without_aliases(model).items()
+        if value.is_floating_point()
+    }
     draws = torch.Generator().manual_seed(0)
     for value in held.values():  # no two alike: the exporter makes one of tensors that are equal
         value.copy_(torch.rand(value.shape, generator=draws) + 0.5)
@@ -109,6 +113,7 @@ def unfilled(network: Mapping[str, Any], reading: Mapping[str, Any] | None = Non
 
 
 def _with_metadata(made: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None) -> bytes:
+    """Return the model's bytes, with the network's table and reading settings as metadata."""
     made.producer_name, made.producer_version = "fedquilt", ""
     tables = {"network": dict(network), "reading": dict(reading or {})}
     onnx.helper.set_model_props(made, {name: json.dumps(table, sort_keys=True) for name, table in tables.items()})

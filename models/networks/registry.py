@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 
 def build(network: Mapping[str, Any]) -> nn.Module:
-    """Build a network with random weights, in training mode. Seed torch to repeat them.
+    """Return a network with random weights, in training mode. Seed torch to repeat the weights.
 
     Raises:
         ModelError: an unknown name, one that this board does not allow (`plugins.restrict`), or unfit settings.
@@ -238,9 +238,8 @@ def _fill(model: nn.Module, name: str, path: Path) -> None:
     """Load the tensors of a file into `model`, all of them, of the same names and shapes."""
     given = _read(path)
     wanted = model.state_dict()
-    # counters of batch norm are absent from many published files and unused in inference
-    for key in [key for key in wanted if key.endswith("num_batches_tracked") and key not in given]:
-        given[key] = wanted[key]
+    # batch norm's counters are absent from many published files and unused in inference
+    given |= {key: wanted[key] for key in wanted.keys() - given.keys() if not wanted[key].is_floating_point()}
     odd = sorted(key for key in given.keys() ^ wanted.keys())
     odd += sorted(k for k in given.keys() & wanted.keys() if given[k].shape != wanted[k].shape)
     if odd:

@@ -22,10 +22,10 @@ class Stage:
     names: tuple[str, ...]  # its tensors, running statistics too
 
 
-def first(
+def first_stages(
     module: Any, start: Tensors, looks: Sequence[Stage], answer: Callable[[list[Any], Any], Any], *, whole: bool
 ) -> Any:
-    """Network with the tensors of `start` only; its scores are computed from the inputs of stages.
+    """Return the module with only the tensors of `start`. `answer` makes scores of the inputs of stages.
 
     Args:
         module: the whole network.
@@ -45,12 +45,12 @@ def first(
     held = {id(value) for name, value in module.state_dict(keep_vars=True).items() if name in start}
     heard: dict[int, Any] = {}
     inner = dict(module.named_modules())
-    kept = {path for path, each in inner.items() if any(id(value) in held for value in _own(each))}
+    kept = {path for path, each in inner.items() if any(id(value) in held for value in _own_tensors(each))}
     for index, stage in enumerate(looks):
         last = index == len(looks) - 1 and not whole
         inner[stage.entrance].register_forward_pre_hook(_Look(heard, index, stage, last))
     for path, each in inner.items():
-        if not path or not _own(each):
+        if not path or not _own_tensors(each):
             continue
         if path in kept:
             each.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
@@ -105,10 +105,11 @@ def exits(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
     def answer(told: list[Any], scores: Any) -> Any:
         return torch.stack([*(linear(x) for linear, x in zip(module.exit, told, strict=True)), scores]).mean(dim=0)
 
-    return add_exits(first(module, module.state_dict(), found, answer, whole=True), found, classes)
+    return add_exits(first_stages(module, module.state_dict(), found, answer, whole=True), found, classes)
 
 
-def _own(module: Any) -> list[Any]:
+def _own_tensors(module: Any) -> list[Any]:
+    """Return the module's parameters and buffers, without those of inner modules."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 

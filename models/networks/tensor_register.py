@@ -11,74 +11,76 @@ from torch import nn
 
 from fedquilt.models.networks import registry
 from fedquilt.models.networks.vit import Attention
-from fedquilt.tensor_register import ATTENTION, Entry, Kind, Register
+from fedquilt.tensor_register import ATTENTION, MADE_OF, Entry, Kind, Register
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def of_table(network: Mapping[str, Any]) -> Register:
     """Return the register of the network that a table describes."""
-    return trace(registry.build(network), registry.input_shape(network))
+    return trace_register(registry.build(network), registry.input_shape(network))
 
 
-def trace(model: nn.Module, shape: tuple[int, ...]) -> Register:
-    """Register of a network whose examples have this shape (without batch).
+def trace_register(model: nn.Module, shape: tuple[int, ...]) -> Register:
+    """Return the register of a network, which is run on examples of this shape (without batch).
 
     Modules are called in evaluation mode: what only training uses, such as an auxiliary classifier, is not among
     `calls`. The network itself, with path "", is the first. Which tensors are trained shows a step with two examples.
     """
-    modules, named, state = dict(model.named_modules()), _names(model), own(model)
-    moved, calls = _moved(model, shape), _calls(model, shape)
-    layers, rows = _layers(modules, calls), []
+    modules, named, state = dict(model.named_modules()), _names_by_id(model), state_without_aliases(model)
+    moved, calls = _names_changed_by_step(model, shape), _trace_calls(model, shape)
+    layers, rows = _layers_before_norms(modules, calls), []
     for name, value in state.items():
-        path = name.rpartition(".")[0]
+        path = name.partition(MADE_OF)[0] if MADE_OF in name else name.rpartition(".")[0]
         module = modules[path]
         parameter = isinstance(value, nn.Parameter)
         kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"
         running = [named[id(each)][0] in moved for each in module.buffers(recurse=False) if each.is_floating_point()]
         normalises = isinstance(module, _NORMS) or (any(running) and not any(module.children()))
-        facts = (kind, path, layers.get(path, path), _type(module), normalises, name in moved)
+        facts = (kind, path, layers.get(path, path), _module_type(module), normalises, name in moved)
         rows.append(Entry(name, *facts, tuple(named[id(value)][1:])))
     return Register(tuple(rows), tuple(calls))
 
 
-def own(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A network's state with each tensor once, under the first of its names."""
+def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a network's state with each tensor once, under the first of its names."""
     state = model.state_dict(keep_vars=True)
-    first = {same[0] for same in names(model)}
+    first = {same[0] for same in names_of_tensors(model)}
     return {name: value for name, value in state.items() if name in first}
 
 
-def names(model: nn.Module) -> list[list[str]]:
-    """Names of each tensor of a network's state."""
-    return list(_names(model).values())
+def names_of_tensors(model: nn.Module) -> list[list[str]]:
+    """Return all names of each tensor in a network's state."""
+    return list(_names_by_id(model).values())
 
 
-def places(model: nn.Module) -> dict[str, str]:
-    """Each module's own tensors, at the first place of the module -> the first name of the tensor."""
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each module's own tensors, by their name at the module's first place."""
     found: dict[str, str] = {}
-    named = _names(model)
+    named = _names_by_id(model)
     for path, module in model.named_modules():
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
         found |= {f"{path}.{leaf}" if path else leaf: named[id(v)][0] for leaf, v in own.items() if id(v) in named}
     return found
 
 
-def sharers(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Modules with the weight of the module at `path`, each with its path; a module in two places is there twice."""
+def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules that have the weight of the module at `path`, once for each of their paths."""
     weight = model.get_submodule(path).weight
     every = model.named_modules(remove_duplicate=False)
     return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
 
 
-def _names(model: nn.Module) -> dict[int, list[str]]:
+def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each tensor in a network's state, by the tensor's `id`."""
     found: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), []).append(name)
     return found
 
 
-def _type(module: nn.Module) -> str:
+def _module_type(module: nn.Module) -> str:
+    """Return the name of the torch.nn class of a module, or of its base, or the module's full name."""
     if isinstance(module, Attention):
         return ATTENTION
     for kind in type(module).__mro__:
@@ -87,8 +89,8 @@ def _type(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _layers(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
-    """Batch normalisation -> the layer called right before it, which gives as many channels."""
+def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
+    """Return each batch normalisation's layer: the one called right before, if its channels fit."""
     found, before = {}, ""
     for path in calls:
         module = modules[path]
@@ -101,7 +103,8 @@ def _layers(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str,
     return found
 
 
-def _calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
+def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
+    """Return the paths of the modules in the order of their first call, in evaluation mode."""
     called: dict[str, None] = {}
 
     def hook(path: str) -> Any:
@@ -120,21 +123,22 @@ def _calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
     return list(called)
 
 
-def _moved(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
-    """Names of the tensors that a training step changes; of a copy of the network, which stays as it is."""
+def _names_changed_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
+    """Return the names of the tensors that a training step changes, on a copy of the network."""
     model = copy.deepcopy(model).train()
-    before = {name: value.detach().clone() for name, value in own(model).items()}
+    before = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
     place = next((value.device for value in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         told = model(torch.rand(2, *shape).to(place))  # below 1: token 0, where an example is tokens
-        loss = sum(each.float().sum() for each in _tensors(told) if each.requires_grad)
+        loss = sum(each.float().sum() for each in _tensors_in(told) if each.requires_grad)
         if isinstance(loss, torch.Tensor):
             loss.backward()
-    after = own(model)
+    after = state_without_aliases(model)
     moved = {name for name, value in after.items() if value.grad is not None}
     return moved | {name for name, value in after.items() if not torch.equal(value.detach(), before[name])}
 
 
-def _tensors(told: Any) -> list[torch.Tensor]:
+def _tensors_in(told: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nested result of a network."""
     return [each for each in torch.utils._pytree.tree_leaves(told) if isinstance(each, torch.Tensor)]

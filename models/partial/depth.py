@@ -7,7 +7,7 @@ numpy only; `models.networks.stages` builds networks from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from fedquilt.core import ModelError, Tensors
 from fedquilt.models.networks.stages import Stage
 from fedquilt.tensor_register import Register
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Layer -> the shape of its weight, of two axes or more."""
 
 
 @dataclass(frozen=True)
@@ -28,36 +31,43 @@ class Body:
     classes: int
 
 
-def body(model: Tensors, count: int, register: Register) -> Body:
+def split_stages(model: Tensors, count: int, register: Register) -> Body:
     """Split the network into `count` stages, or as many as it has blocks.
 
     A block is given by the first number in its layers' names ("layer1.0"), or is a layer without one ("conv1"). A block
     without weights to hear anything with, a last normalisation or the embedding of places, goes with its neighbour.
 
     Raises:
-        ModelError: it has no last linear layer, or nothing before it, or two stages share a tensor.
+        ModelError: it has no plain last linear layer, or nothing before it, or two stages share a tensor.
     """
-    found, head = register.layers(), register.head()
+    found, head = register.parameters_by_layer(), register.classifier()
     if head is None:
         raise ModelError("this network has no last linear layer: it cannot be cut by depth")
+    register.require_plain_weight(head)
     blocks: dict[str, list[str]] = {}
     for layer in found:
         if layer != head:
-            blocks.setdefault(_block(_called(register, layer)), []).append(layer)
-    whole = _joined(model, list(blocks.values()))
+            blocks.setdefault(_block(_called_module(register, layer)), []).append(layer)
+    named = register.weights()
+    shapes = {layer: model[named[layer]].shape for layer in found if named.get(layer) in model}
+    weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
+    whole = _joined(weights, list(blocks.values()))
     if not whole:
         raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
     parts = np.array_split(np.arange(len(whole)), min(count, len(whole)))
     members = [[layer for i in part for layer in whole[i]] for part in parts]
-    stages = tuple(Stage(_entrance(register, some), _heard(model, some), _all(register, some)) for some in members)
+    stages = tuple(
+        Stage(_entrance_layer(register, some), _heard(weights, some), _tensors_of_layers(register, some))
+        for some in members
+    )
     if len(stages) > 1:
-        _require_apart(register, [*members, [head]])
-    classes, features = model[f"{head}.weight"].shape
-    return Body(stages, head, _all(register, [head]), int(features), int(classes))
+        _require_separate_tensors(register, [*members, [head]])
+    classes, features = weights[head]
+    return Body(stages, head, _tensors_of_layers(register, [head]), int(features), int(classes))
 
 
-def _called(register: Register, layer: str) -> str:
-    """The layer, or the module around it that is called where the layer is not, as attention's projection is not."""
+def _called_module(register: Register, layer: str) -> str:
+    """Return the layer, or the nearest module around it that is called."""
     path = layer
     while path and path not in register.calls:
         path = path.rpartition(".")[0]
@@ -70,12 +80,12 @@ def _block(layer: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _joined(model: Tensors, blocks: Sequence[list[str]]) -> list[list[str]]:
+def _joined(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
     """Blocks with weights; one without joins the block before it, those at the front join the first."""
     found: list[list[str]] = []
     front: list[str] = []
     for block in blocks:
-        if _weights(model, block):
+        if any(layer in weights for layer in block):
             found.append([*block, *front])
             front = []
         else:
@@ -83,33 +93,28 @@ def _joined(model: Tensors, blocks: Sequence[list[str]]) -> list[list[str]]:
     return found
 
 
-def _entrance(register: Register, some: Sequence[str]) -> str:
-    """First layer of torch's own that is called: where another module has its channels is not known."""
+def _entrance_layer(register: Register, some: Sequence[str]) -> str:
+    """Return the first called layer of a torch.nn type, where a stage's input can be read."""
     types = {entry.module: entry.type for entry in register.tensors}
     return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
 
 
-def _weights(model: Tensors, some: Sequence[str]) -> list[tuple[int, ...]]:
-    """Shapes of these layers' weights: tensors of two dimensions or more."""
-    shapes = [model[f"{layer}.weight"].shape for layer in some if f"{layer}.weight" in model]
-    return [shape for shape in shapes if len(shape) > 1]
-
-
-def _heard(model: Tensors, some: Sequence[str]) -> int:
+def _heard(weights: Shapes, some: Sequence[str]) -> int:
     """Input channels of the first of these layers; a depthwise convolution has as many as outputs.
 
     A first layer of single numbers, such as a gain, has the inputs of the first one with weights.
     """
-    shape = _weights(model, some)[0]
+    shape = next(weights[layer] for layer in some if layer in weights)
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])
 
 
-def _all(register: Register, some: Sequence[str]) -> tuple[str, ...]:
+def _tensors_of_layers(register: Register, some: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all tensors of these layers."""
     return tuple(sorted(entry.name for entry in register.tensors if entry.layer in some))
 
 
-def _require_apart(register: Register, members: Sequence[Sequence[str]]) -> None:
-    """Raise ModelError if a tensor is used in two stages: each stage trains, and sends, tensors of its own."""
+def _require_separate_tensors(register: Register, members: Sequence[Sequence[str]]) -> None:
+    """Raise ModelError if two stages use one tensor: each trains and sends its own."""
     stage = {_block(layer): number for number, some in enumerate(members) for layer in some}
     for entry in register.tensors:
         for alias in entry.aliases:

@@ -102,7 +102,7 @@ class DualCopy:
         self._entries = self._boundary()
         tail, frozen, whole = (
             _module(model, graph)
-            for graph in (self._trailing(), self._looking(scores=False), self._looking(scores=True))
+            for graph in (self._build_late_graph(), self._looking(scores=False), self._looking(scores=True))
         )
         self._tail, self._look, self._look_scores = tail, frozen, whole
         self.names = tuple(tail.state_dict())
@@ -162,8 +162,8 @@ class DualCopy:
         graph.output((*found, copies[end]) if scores else tuple(found))
         return graph
 
-    def _trailing(self) -> fx.Graph:
-        """Values at the boundary, indices, masks -> scores."""
+    def _build_late_graph(self) -> fx.Graph:
+        """Return the graph from values at the boundary, pool indices and masks to the scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for number, node in enumerate(self._entries):
             copies[node] = graph.placeholder(f"value_{number}")

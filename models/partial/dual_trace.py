@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fedquilt.core import ModelError
+from fedquilt.models.networks import symbolic
 
 BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
 BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
@@ -122,14 +123,8 @@ def trace(model: nn.Module, name: str) -> fx.GraphModule:
     Raises:
         ModelError: it branches on values, or has several outputs.
     """
-    try:
-        traced = fx.symbolic_trace(model.eval())  # in training mode some give more than scores
-    except Exception as error:  # whatever a user's forward() raises on a symbolic value
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"network {name!r} cannot be traced ({reason}): FedSQ takes it apart, so its forward() may not branch on "
-            "values; rewrite that place, or take another method"
-        ) from None
+    model.eval()  # in training mode some give more than scores
+    traced = symbolic.trace(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
     traced.graph.eliminate_dead_code()
     end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(end, fx.Node):

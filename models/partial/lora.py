@@ -33,29 +33,31 @@ class Spot(NamedTuple):
     layers: tuple[str, ...]
 
 
-def spots(register: Register) -> tuple[Spot, ...]:
-    """Find the layers to adapt.
+def find_adapted_layers(register: Register) -> tuple[Spot, ...]:
+    """Return the layers to adapt, by block.
 
     In a transformer each block's attention output projection and last linear layer (FedSDG,
     section 3.4). In a network without attention every linear layer except the last is a block of its own.
 
     Raises:
-        ModelError: there is nothing to adapt.
+        ModelError: there is nothing to adapt, or the weight of a layer is made of other tensors.
     """
-    head = register.head()
+    head = register.classifier()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
-    flat = {entry.module for entry in register.tensors if entry.type == "Linear" and entry.leaf == "weight"}
+    flat = register.linears()
     found = []
-    for attention in register.ordered(attentions):
+    for attention in register.in_call_order(attentions):
         block = attention.rpartition(".")[0]
         others = [each for each in flat if each.startswith(f"{block}.") and not each.startswith(f"{attention}.")]
         if not block or not others or f"{attention}.out_proj" not in flat:
             raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
-        found.append(Spot(block, (f"{attention}.out_proj", register.ordered(others)[-1])))
+        found.append(Spot(block, (f"{attention}.out_proj", register.in_call_order(others)[-1])))
     if not attentions:
-        found = [Spot(each, (each,)) for each in register.ordered(flat) if each != head]
+        found = [Spot(each, (each,)) for each in register.in_call_order(flat) if each != head]
     if not found:
         raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
+    for layer in (layer for spot in found for layer in spot.layers):
+        register.require_plain_weight(layer)
     return tuple(found)
 
 

@@ -30,8 +30,8 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
             self.register_parameter(a, nn.Parameter(torch.zeros(into, rank)))
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
 
-    def beside(self, linear: nn.Linear) -> LoraLinear:
-        """A layer with the same weight and adapter, and the bias of `linear`."""
+    def with_bias_of(self, linear: nn.Linear) -> LoraLinear:
+        """Return a layer with the same weight and adapter, and the bias of `linear`."""
         other = copy.copy(self)
         other._parameters = {**self._parameters, "bias": linear.bias}
         return other
@@ -45,8 +45,10 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         return y
 
 
-def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *, own: bool = False) -> nn.Module:
-    """Insert adapters at these places, all zero until they are filled; changes the given network.
+def insert_adapters(
+    module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *, own: bool = False
+) -> nn.Module:
+    """Insert adapters, all zero, into the network at these places, and return the network.
 
     Raises:
         ModelError: a place is no linear layer of the network, or its attention is of an unknown kind.
@@ -54,7 +56,7 @@ def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *
     for name, each in list(module.named_modules()):
         if isinstance(each, nn.MultiheadAttention):
             try:
-                _replace(module, each, Attention.of(each))
+                _replace_module(module, each, Attention.of(each))
             except ValueError as error:
                 raise ModelError(f"{name}: {error}") from None
     for spot in places:
@@ -66,7 +68,7 @@ def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *
                 linear = None
             if not isinstance(linear, nn.Linear):
                 raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
-            made += _beside(module, layer, LoraLinear(linear, rank, scale, own=own))
+            made += _place_adapter(module, layer, LoraLinear(linear, rank, scale, own=own))
         if own:
             _gate(module.get_submodule(spot.block), made)
     return module
@@ -78,22 +80,23 @@ def _gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
         each.gated = (block,)
 
 
-def _beside(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
-    """Put an adapted layer in each of its places, and the same adapter beside other layers with the same weight."""
+def _place_adapter(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
+    """Put an adapted layer in each of its places, and its adapter in layers with the same weight."""
     placed = {id(module.get_submodule(layer)): made}
-    for path, each in tensor_register.sharers(module, layer):
+    for path, each in tensor_register.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):
             raise ModelError(
                 f"the tensor '{layer}.weight' is '{path}.weight' as well, and that is no linear layer's: an adapter "
                 "beside one of them cannot be merged into both, so give each its own or take another method"
             )
         if id(each) not in placed:
-            placed[id(each)] = made.beside(each)
+            placed[id(each)] = made.with_bias_of(each)
         _put(module, path, placed[id(each)])
     return list(placed.values())
 
 
-def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def _replace_module(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module by another one wherever the network has it."""
     for path in [path for path, each in module.named_modules(remove_duplicate=False) if each is old]:
         _put(module, path, new)
 

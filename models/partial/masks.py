@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, ModelError, Tensors, UpdateError
+from fedquilt.core import UNDECODABLE, Bundle, ModelError, Tensors, UpdateError
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
     return Plan(hidden, {}, follows)
 
 
-def why_whole(plan: Plan) -> str:
-    """Return which layers stay whole and what reads them, "" for none."""
+def describe_whole_layers(plan: Plan) -> str:
+    """Return a sentence on the layers that cannot be masked and what reads them, or ""."""
     some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not some:
         return ""
@@ -89,6 +89,25 @@ def require(plan: Plan, model: Tensors) -> None:
                 f"the plan of masks is another network's: its tensor {name!r} of shape {follow.shape} is not in "
                 "the model: run `fedquilt prepare` anew"
             )
+
+
+def of_bundle(bundle: Bundle, model: Tensors) -> Plan:
+    """Return the plan that `fedquilt prepare` stored.
+
+    Raises:
+        ModelError: There is none, or none of the network's hidden neurons may be left out.
+    """
+    if "masks" not in bundle.files:
+        missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` anew"
+        raise ModelError(str(bundle.meta.get("untraced", missing)))
+    plan = from_array(bundle.load("masks")["json"])
+    require(plan, model)
+    if not plan.neurons:
+        why = describe_whole_layers(plan) or "it has no hidden layer"
+        raise ModelError(
+            f"no hidden neuron of this network can be left out: take a method that trains the whole network; {why}"
+        )
+    return plan
 
 
 def to_array(plan: Plan) -> np.ndarray:

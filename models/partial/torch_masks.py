@@ -34,7 +34,7 @@ class Gates:
         self._plan, self._others, self._diversity, self._mu = plan, others, diversity, mu
         self._draws = torch.zeros(plan.neurons)  # uniform, (h,): neuron l is used where its draw is below theta_l
         self._masks: dict[str, torch.Tensor] = {}
-        self._norms: list[nn.Module] = []
+        self._buffers: dict[str, torch.Tensor] = {}  # as they were before a step on the scores
 
     def steps(self, rate: float) -> tuple[Step, Step]:
         """Two steps: on the scores, at `rate` times the weights' learning rate, then on the weights."""
@@ -51,27 +51,29 @@ class Gates:
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
-        """Network with scores of its own, and gates before every layer that reads masked neurons."""
+        """Add scores to the network, and gates before each layer that reads masked neurons, and return it."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
-            path, _, leaf = name.rpartition(".")
-            if leaf != "weight" or not follow.into:
+            path = name.rpartition(".")[0]
+            if not follow.into:  # no weights
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            for each in {each for _, each in tensor_register.sharers(module, path)}:
+            for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
                 each.register_forward_pre_hook(self._gate(follow))
         module.register_forward_pre_hook(self._sample)
-        norms = (each for each in inner.values() if isinstance(each, nn.modules.batchnorm._BatchNorm))
-        self._norms = [each for each in norms if each.running_mean is not None]
         return module
 
     def _begin(self, module: nn.Module, weights: bool) -> None:
-        """Draw masks for the step. One on the scores does not update the statistics of batch normalisation."""
+        """Draw masks for the step. What a step on the scores does to buffers, such as statistics, is undone."""
         self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
-        for each in self._norms:
-            each.track_running_stats = weights
+        buffers = dict(module.named_buffers())
+        if not weights:
+            self._buffers = {name: value.clone() for name, value in buffers.items()}
+            return
+        for name, value in self._buffers.items():
+            buffers[name].copy_(value)
 
     def _sample(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Mask m = 1 where the draw is below theta; backwards the gradient reaches theta as if m were theta."""

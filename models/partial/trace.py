@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fedquilt.core import ModelError
-from fedquilt.models.networks import tensor_register
+from fedquilt.models.networks import symbolic, tensor_register
 from fedquilt.models.partial.masks import Follow, Plan
 
 # what keeps neurons apart, and is 0 for one that is 0 everywhere
@@ -37,18 +36,18 @@ Value = tuple[str, ...] | None
 """The groups along a value's channels; None: those of no group."""
 
 
-def plan(model: nn.Module) -> Plan:
-    """The plan of a network's masks.
+def trace_plan(model: nn.Module) -> Plan:
+    """Return the plan of a network's masks, read from its traced forward pass.
 
     Raises:
         ModelError: its forward pass cannot be traced.
     """
-    try:
-        graph = fx.Tracer().trace(model)
-    except Exception as error:  # whatever the network's own code makes of a proxy
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"the network's forward pass cannot be traced ({reason}): it cannot be masked") from None
-    return _Reader(dict(model.named_modules()), tensor_register.own(model), tensor_register.names(model)).read(graph)
+    graph = symbolic.trace(model, "the network", "take a method that trains it whole").graph
+    return _Reader(
+        dict(model.named_modules()),
+        tensor_register.state_without_aliases(model),
+        tensor_register.names_of_tensors(model),
+    ).read_plan(graph)
 
 
 @dataclass
@@ -70,25 +69,26 @@ class _Reader:
     node: str = ""  # the operation that is read
     layers: dict[str, _Layer] = field(default_factory=dict)
 
-    def read(self, graph: fx.Graph) -> Plan:
+    def read_plan(self, graph: fx.Graph) -> Plan:
+        """Return the plan of masks, after following each node of the graph."""
         values: dict[fx.Node, Value] = {}
         for node in graph.nodes:
-            self.node = _described(node)
+            self.node = _node_name(node)
             heard = [values[each] for each in node.all_input_nodes]
-            values[node] = self._value(node, heard, values)
+            values[node] = self._follow_node(node, heard, values)
         self.node = "a module that shares the tensor"
         for same in self.names:
             for alias in same[1:]:
-                self._share(same[0], alias)
+                self._tie_sharing_modules(same[0], alias)
         free = [name for name in self.widths if self._of(name) == name and name not in self._pins()]
         beside: dict[str, int] = {}
         follows = {}
         for name, value in self.held.items():
-            path, _, leaf = name.rpartition(".")
+            path = name.rpartition(".")[0]
             if path not in self.layers or not value.ndim:
                 continue
             layer = self.layers[path]
-            out, into = self._kept(layer.out, free), self._kept(layer.into if leaf == "weight" else (), free)
+            out, into = self._kept(layer.out, free), self._kept(layer.into if self._weighs(path, name) else (), free)
             if out or into:
                 beside |= {each: self.widths[each] for each in (*out, *into) if each not in free}
                 across = sum(self.widths[each] for each in into)
@@ -97,23 +97,28 @@ class _Reader:
         whole = {name: why for name, why in self.pinned.items() if why != "output"}
         return Plan({name: self.widths[name] for name in free}, beside, follows, whole)
 
-    def _value(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
+    def _follow_node(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
+        """Return the layers whose neurons a node's output holds in order, or None after pinning them."""
         if node.op == "call_module" and len(heard) == 1:
             return self._module(str(node.target), heard[0])
         if node.op == "call_function" and node.target in _APART_FUNCTIONS and len(heard) == 1:
             return heard[0]
         if node.op == "call_method" and node.target in ("flatten", "relu", "contiguous") and len(heard) == 1:
             return heard[0]
-        if _pools(node) and len(heard) == 1 and self._among_maps(node, heard[0]):
+        if _is_reduction(node) and len(heard) == 1 and self._keeps_channels(node, heard[0]):
             return heard[0]
-        if node.op == "call_function" and node.target in (operator.mul, torch.mul) and (scaled := self._scaled(node)):
+        if (
+            node.op == "call_function"
+            and node.target in (operator.mul, torch.mul)
+            and (scaled := self._scaled_operand(node))
+        ):
             return values[scaled]
         if node.op == "call_function" and node.target in _TIE and len(node.args) == len(heard) == 2:
             return self._tie(*heard)
         if node.op == "call_function" and node.target is torch.cat and None not in heard and _along_channels(node):
             return tuple(name for each in node.args[0] for name in values[each] or ())
         for value in heard:
-            self._pin(value)
+            self._pin_neurons(value)
         return None
 
     def _module(self, path: str, heard: Value) -> Value:
@@ -121,14 +126,15 @@ class _Reader:
         if isinstance(module, _APART):
             return heard
         if path in self.layers:  # called twice: what one call leaves out the other may need
-            self._pin((*self.layers[path].out, *(heard or ())))
+            self._pin_neurons((*self.layers[path].out, *(heard or ())))
             return None
         if isinstance(module, _NORM) and heard is not None and self._width(heard) == module.num_features:
             self.layers[path] = _Layer(heard)
             return heard
-        if isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed):
+        plain = isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed)
+        if plain and any(f"{path}.weight" in same for same in self.names):  # else it is made of other tensors
             return self._layer(path, module, heard)
-        self._pin(heard)
+        self._pin_neurons(heard)
         return None
 
     def _layer(self, path: str, module: Any, heard: Value) -> Value:
@@ -139,7 +145,7 @@ class _Reader:
             return heard
         fits = bool(heard) and apart == 1 and weight.shape[1] % width == 0
         if not fits or (weight.ndim > 2 and weight.shape[1] != width):
-            self._pin(heard)
+            self._pin_neurons(heard)
             heard = None
         self.widths[path] = len(weight)
         self.layers[path] = _Layer((path,), heard or ())
@@ -147,8 +153,8 @@ class _Reader:
 
     def _tie(self, first: Value, second: Value) -> Value:
         if first is None or second is None or [*map(self._size, first)] != [*map(self._size, second)]:
-            self._pin(first)
-            self._pin(second)
+            self._pin_neurons(first)
+            self._pin_neurons(second)
             return None
         for one, other in zip(first, second, strict=True):
             a, b = sorted((self._of(one), self._of(other)), key=list(self.widths).index)
@@ -156,30 +162,34 @@ class _Reader:
                 self.same[b] = a
         return first
 
-    def _share(self, name: str, alias: str) -> None:
-        """Tie the neurons of two modules that share a tensor: what one leaves out the other has to."""
+    def _tie_sharing_modules(self, name: str, alias: str) -> None:
+        """Tie the neurons of two modules that share a tensor, so that both leave out the same."""
         one, other = (self.layers.get(each.rpartition(".")[0]) for each in (name, alias))
         if one is None or other is None:
             for each in (one, other):
-                self._pin((*each.out, *each.into) if each else None)
+                self._pin_neurons((*each.out, *each.into) if each else None)
             return
         self._tie(one.out, other.out)
-        if name.rpartition(".")[2] == "weight":
+        if self._weighs(name.rpartition(".")[0], name):
             self._tie(one.into or None, other.into or None)
 
-    def _scaled(self, node: fx.Node) -> fx.Node | None:
-        """Return what is multiplied by one number for all neurons, or None if that is not what the product does."""
-        one = [isinstance(each, int | float) or self._number(each) for each in node.args]
+    def _weighs(self, path: str, name: str) -> bool:
+        return getattr(self.modules[path], "weight", None) is self.held[name]
+
+    def _scaled_operand(self, node: fx.Node) -> fx.Node | None:
+        """Return what a product multiplies by one number for all neurons, or None for other products."""
+        one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in node.args]
         return (
             next((each for each, number in zip(node.args, one, strict=True) if not number), None) if any(one) else None
         )
 
-    def _number(self, value: Any) -> bool:
+    def _is_scalar_tensor(self, value: Any) -> bool:
+        """Return whether a value is a tensor of the network without axes."""
         held = self.held.get(str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else None
         return held is not None and not held.ndim
 
-    def _among_maps(self, node: fx.Node, heard: Value) -> bool:
-        """Whether an average leaves the channels alone: axes behind them, counted from the end of a convolution's."""
+    def _keeps_channels(self, node: fx.Node, heard: Value) -> bool:
+        """Return whether a mean or maximum runs only over axes behind the channels."""
         axes = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         axes = (axes,) if isinstance(axes, int) else axes
         if not heard or not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
@@ -196,7 +206,8 @@ class _Reader:
     def _pins(self) -> set[str]:
         return {self._of(name) for name in self.pinned}
 
-    def _pin(self, value: Value) -> None:
+    def _pin_neurons(self, value: Value) -> None:
+        """Mark layers whose neurons cannot be masked, with the node that reads them."""
         for name in value or ():
             self.pinned.setdefault(name, self.node)
 
@@ -212,13 +223,15 @@ class _Reader:
         return found if any(name in free for name in found) else ()
 
 
-def _described(node: fx.Node) -> str:
+def _node_name(node: fx.Node) -> str:
+    """Return the name of what a node calls or reads, or "output"."""
     if node.op in ("call_module", "call_method", "get_attr"):
         return f"{node.target}"
     return "output" if node.op == "output" else getattr(node.target, "__name__", str(node.target))
 
 
-def _pools(node: fx.Node) -> bool:
+def _is_reduction(node: fx.Node) -> bool:
+    """Return whether a node takes a mean or a maximum over axes."""
     method = node.op == "call_method" and node.target in ("mean", "amax")
     return method or (node.op == "call_function" and node.target in (torch.mean, torch.amax))
 

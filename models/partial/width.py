@@ -1,7 +1,7 @@
 """Sub-models: a network's tensors cut by width or to some of its layers, and put back entry by entry.
 
 Which units hang together a plan of masks tells (`fedquilt.models.partial.masks`), for networks that torch.fx can trace.
-numpy only; torch is imported by `shrunk` alone.
+numpy only; torch is imported by `shrink_module` alone.
 """
 
 from __future__ import annotations
@@ -81,24 +81,6 @@ def cut(model: Tensors, at: Places) -> dict[str, np.ndarray]:
     }
 
 
-def lighter(model: Tensors, part: Tensors) -> tuple[float, float]:
-    """A part's share of the forward pass's arithmetic and of its activations, estimated from weights' shapes.
-
-    A layer of C channels is taken to work on pictures of 1/C^2 the size, as where channels double when pictures
-    halve. Beside convolutions linear layers do not count.
-    """
-    deep = any(array.ndim > 2 for array in model.values())
-    wide = [name for name, array in model.items() if array.ndim > (2 if deep else 1)]
-    size = {name: 1 / len(model[name]) ** 2 if deep else 1.0 for name in wide}
-
-    def weigh(some: Tensors) -> tuple[float, float]:
-        mine = [name for name in wide if name in some]
-        return sum(some[name].size * size[name] for name in mine), sum(len(some[name]) * size[name] for name in mine)
-
-    (flops, rows), (all_flops, all_rows) = weigh(part), weigh(model)
-    return (flops / all_flops, rows / all_rows) if all_flops else (1.0, 1.0)
-
-
 # -- back again -----------------------------------------------------------------------------------
 
 
@@ -170,8 +152,8 @@ def _shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]
 # -- in torch -------------------------------------------------------------------------------------
 
 
-def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
-    """Module with tensors of the shapes of `start`: the narrower network itself, not one with zeros.
+def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
+    """Return the module, with zeros for the tensors that have another shape in `start`.
 
     Args:
         module: the whole network.
@@ -197,14 +179,14 @@ def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
         news = {leaf: start[name].shape for leaf, name in names.items() if start[name].shape != tuple(own[leaf].shape)}
         if not news:
             continue
-        before = len(own["weight"]) if "weight" in own else 0
+        weight = getattr(each, "weight", None)
         for leaf, shape in news.items():
             fresh = torch.zeros(shape, dtype=own[leaf].dtype)
             fresh = nn.Parameter(fresh) if isinstance(own[leaf], nn.Parameter) else fresh
             setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
         depthwise = _resize(each, path)
-        if scaled and not depthwise and each.weight.ndim > 1 and len(each.weight) < before:
-            each.register_forward_hook(_Scaler(before / len(each.weight)))
+        if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(each.weight) < len(weight):
+            each.register_forward_hook(_Scaler(len(weight) / len(each.weight)))
     return module
 
 
@@ -250,13 +232,13 @@ class Moments:
     """
 
     def __init__(self, still: Collection[str] = ()) -> None:
-        self._still = still
+        self._still = {name.rpartition(".")[0] for name in still}  # modules
         self._sums: dict[str, tuple[float, np.ndarray, np.ndarray]] = {}  # by layer: n, mean, sum of squared distances
 
     def watch(self, module: Any) -> Any:
         """The module, which tells what passes its normalisations."""
         for path, layer in normalised(module).items():
-            if f"{path}.running_mean" not in self._still:
+            if path not in self._still:
                 layer.register_forward_pre_hook(self._hook(path))
         return module
 

@@ -24,7 +24,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from fedquilt import graph_check
 from fedquilt.core import ModelError
-from fedquilt.models.networks import onnx_file, registry, small
+from fedquilt.models.networks import onnx_file, registry, small, symbolic
 from fedquilt.models.stitching import cut_points as where
 from fedquilt.models.stitching import onnx_memory, tiled_linear
 
@@ -160,13 +160,7 @@ def _graph(model: onnx.ModelProto) -> Graph:
 
 def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
     """Trace a network into operations, each annotated with the shape of its value for a batch of 2."""
-    try:
-        traced = fx.symbolic_trace(model).eval()
-    except Exception as error:  # whatever a user's forward() raises on a symbolic value
-        raise ModelError(
-            f"donor {donor!r} ({type(model).__name__}) cannot be traced: {_line(error)}; its forward() may not "
-            "branch on values: rewrite that place, or take another donor"
-        ) from None
+    traced = symbolic.trace(model, f"donor {donor!r}", "take another donor").eval()
     try:
         with torch.no_grad():
             ShapeProp(traced).propagate(torch.zeros(2, *shape))
@@ -224,7 +218,13 @@ def _block(
         where.shape_of(node)[1:][:: -1 if turned else 1]
         for node, turned in zip((nodes[0], nodes[-1]), last, strict=True)
     )
-    flops = registry.cost(module, in_shape).flops
+    try:
+        flops = registry.cost(module, in_shape).flops
+    except Exception as error:  # whatever a user's forward() raises on one example, after the two of the trace
+        raise ModelError(
+            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {_line(error)}; its forward() may not "
+            "state a batch size: write x.shape[0] or -1 there"
+        ) from None
     return Block(donor, index, kind, module, in_shape, out_shape, flops)
 
 

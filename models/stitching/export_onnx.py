@@ -31,14 +31,14 @@ IR_VERSION = 8
 LARGEST_BYTES = 2**31 - 1  # limit of a protobuf file
 
 
-def stitched(
+def export_stitched(
     meta: Mapping[str, Any],
     arrays: Tensors,
     blocks: Mapping[str, Block],
     files: Mapping[str, Path],
     reading: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Export a stitched network to ONNX, as the bytes of the file.
+    """Return a stitched network as the bytes of an ONNX file.
 
     Args:
         meta: of the artefact (`fedquilt.methods.fedstitch.result`).

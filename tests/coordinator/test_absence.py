@@ -132,11 +132,11 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
 ) -> None:
     """No longer back-off follows a connection that takes its moment; an absence after that is as long as it is."""
     absence = Absence()
-    absence.note(False, 5.0)
-    absence.note(True, 5.0 + took_s)
+    absence.record_connection(False, 5.0)
+    absence.record_connection(True, 5.0 + took_s)
     assert absence.lost_s == pytest.approx(lost_s)
-    absence.note(False, 100.0)
-    absence.note(True, 101.0)
+    absence.record_connection(False, 100.0)
+    absence.record_connection(True, 101.0)
     assert absence.lost_s == pytest.approx(lost_s + 2.0)
 
 
@@ -145,11 +145,11 @@ def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_
     """Noted as often as one likes."""
     absence = Absence()
     for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
-        absence.note(reached, at_s)
+        absence.record_connection(reached, at_s)
         assert absence.away is not reached
     assert absence.lost_s == lost_s
-    absence.note(False, 10000.0)
-    absence.note(True, 10001.0)
+    absence.record_connection(False, 10000.0)
+    absence.record_connection(True, 10001.0)
     assert absence.lost_s == lost_s + 2.0
 
 

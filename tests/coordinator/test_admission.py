@@ -28,7 +28,7 @@ from fedquilt.coordinator.admission import (
     Renew,
     Step,
     Withdraw,
-    heard,
+    decide_step,
 )
 from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import (
@@ -117,7 +117,7 @@ EVENTS: dict[str, Event] = {
 
 def hear(situation: str, event: Event, arriving: Update | None = None, job: str = JOB) -> Step:
     state = SITUATIONS[situation]
-    return heard(job if state else "", state, arriving, event, NOW_S)
+    return decide_step(job if state else "", state, arriving, event, NOW_S)
 
 
 def fetching(situation: str) -> Update | None:

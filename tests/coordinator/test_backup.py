@@ -116,9 +116,13 @@ def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path,
     assert stat.S_IMODE((tmp_path / "again").stat().st_mode) == 0o700
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in (tmp_path / "again").rglob("*"))
     with Store(tmp_path / "again") as store, Store(home) as before:
-        assert {path.name for path in (tmp_path / "again" / "blobs").iterdir()} == store.held() == before.held()
+        assert (
+            {path.name for path in (tmp_path / "again" / "blobs").iterdir()}
+            == store.referenced_blobs()
+            == before.referenced_blobs()
+        )
         assert store.all_jobs() == before.all_jobs()
-    assert limits.load(tmp_path / "again").running == 2
+    assert limits.load_limits(tmp_path / "again").running == 2
     assert not [each for each in contents(tmp_path) if ".part" in each]
 
 
@@ -144,7 +148,7 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
     file = saved(home, tmp_path / "backup.tar")
     backup.restore(file, tmp_path / "again")
     with Store(tmp_path / "again") as store:
-        assert all(store.depot.path(sha256) for sha256 in store.held())
+        assert all(store.depot.path(sha256) for sha256 in store.referenced_blobs())
         assert any(isinstance(fact, Committed) and fact.round == 2 for _, _, fact in store.facts(store.jobs()[0].id))
 
 

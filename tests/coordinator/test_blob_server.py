@@ -133,7 +133,7 @@ def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(
     named = range_.format(size=size, last=size - 1, more=size + 1)
     assert site.put(token, intake.ref, named, size if length is None else length, b"x" * 1000) in (409, 411)
     assert intake.moved == 0
-    assert site.depot.disk.data(site.depot._part(intake.ref.sha256)) == []
+    assert site.depot.disk.data_ranges(site.depot._part(intake.ref.sha256)) == []
 
 
 def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(site: Site) -> None:

@@ -50,8 +50,8 @@ class Watched:
     def say(self, device: str, *messages: object, retained: bool = False) -> None:
         for message in messages:
             if not retained and (not isinstance(message, wire.Presence) or message.online):
-                self.noted.seen(device)
-            self.noted.heard((device, message), self.now_s)  # type: ignore[arg-type]
+                self.noted.record_contact(device)
+            self.noted.record_message((device, message), self.now_s)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> None:
         """Let time pass, as far as something is due in it."""
@@ -117,7 +117,7 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     found = watched.stored()
     assert found.refusal is not None
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
-    watched.noted.heard(Flooded("a"), watched.now_s)
+    watched.noted.record_message(Flooded("a"), watched.now_s)
     watched.wait(SOON_S)
     assert watched.stored().refusal is not None
     assert watched.stored().refusal.code == "flooding"  # type: ignore[union-attr]
@@ -168,20 +168,20 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
     heard = watched.now
     watched.wait(35.0)
-    watched.noted.quiet("a")
+    watched.noted.mark_quiet("a")
     watched.wait(SOON_S)
     quiet = watched.stored()
     assert (quiet.online, quiet.quiet, quiet.silent, quiet.seen) == (True, True, False, heard)
     watched.wait(15.0)
-    watched.noted.heard(Silent("a"), watched.now_s)
+    watched.noted.record_message(Silent("a"), watched.now_s)
     watched.wait(SOON_S)
     lost = watched.stored()
     assert (lost.online, lost.quiet, lost.silent, lost.since, lost.seen) == (False, False, True, heard, heard)
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
     watched.wait(SOON_S)
     assert watched.stored() == lost
-    watched.noted.seen("a")
-    watched.noted.heard(Returned("a"), watched.now_s)
+    watched.noted.record_contact("a")
+    watched.noted.record_message(Returned("a"), watched.now_s)
     watched.say("a", Telemetry(mode="25W"))
     back = watched.now
     watched.wait(LATER_S)
@@ -192,7 +192,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
 def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched: Watched) -> None:
     """Its message to the new coordinator says that it is back."""
     watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.noted.heard(Silent("a"), watched.now_s)
+    watched.noted.record_message(Silent("a"), watched.now_s)
     watched.noted.close()
     watched.start()
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
@@ -206,7 +206,7 @@ def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) 
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.wait(LATER_S)
     with BoardStore(watched.home, writes=True) as store:
-        store.remove(["a"])
+        store.request_removal(["a"])
     watched.wait(1.0)
     assert (watched.noted.take_removed(), watched.noted.take_removed()) == (["a"], [])
     with BoardStore(watched.home) as store:

@@ -8,11 +8,12 @@ import hostile_fields
 import msgspec
 import plain
 import pytest
+from evaluations import of_classes, of_numbers, total
 
-from fedquilt import profiles, wire
+from fedquilt import evaluation, profiles, wire
 from fedquilt.coordinator import claims, passed
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import BlobRef, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
+from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
 
 PROFILE = plain.profile(engines=("numpy",))
 
@@ -48,23 +49,23 @@ def update(**usage: float) -> Update:
 )
 def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
     """At least 100 W are believed, and never more than 3000."""
-    assert claims.most_w(profile) == watts
+    assert claims.highest_power_w(profile) == watts
 
 
 def test_what_an_honest_board_claims_stays_as_it_is() -> None:
     """Each claim just within its bound; the same object comes back."""
-    ask, limit_s = Ask(Work(), of(60.0), 1000), claims.time_s(10.0, 30.0, 1)
+    ask, limit_s = Ask(Work(), of(60.0), 1000), claims.longest_work_s(10.0, 30.0, 1)
     assert limit_s == 120.0
-    assert claims.time_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
-    assert claims.time_s(200.0, 30.0, 3) == 460.0
+    assert claims.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert claims.longest_work_s(200.0, 30.0, 3) == 460.0
     given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
-    assert claims.bound(given, claims.Bounds(ask, limit_s)) == (given, "")
-    assert claims.bound(given, claims.Bounds(ask, limit_s))[0] is given
+    assert claims.limit_claims(given, claims.Bounds(ask, limit_s)) == (given, "")
+    assert claims.limit_claims(given, claims.Bounds(ask, limit_s))[0] is given
 
 
 def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
     """Joules that are wrong say nothing; bytes and seconds are bounded."""
-    found, odd = claims.bound(
+    found, odd = claims.limit_claims(
         update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
         claims.Bounds(limit_s=120.0),
     )
@@ -77,7 +78,7 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
 def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
     """Each is held to the same bound by itself."""
-    found, odd = claims.bound(update(**{name: 1e24}), claims.Bounds(limit_s=120.0))
+    found, odd = claims.limit_claims(update(**{name: 1e24}), claims.Bounds(limit_s=120.0))
     assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
     assert "1e+24 J" in odd
 
@@ -86,16 +87,16 @@ def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
     """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
     slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
     bounds = claims.Bounds(Ask(Work(flops_per_example=1e6), slow), 120.0)
-    claims.require(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
+    claims.require_plausible(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
     with pytest.raises(UpdateError, match="at 1e\\+06 FLOP/s it can have worked through 120 in 120 s"):
-        claims.require(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
+        claims.require_plausible(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
 
 
-@pytest.mark.parametrize("name", ["check.accuracy", "accuracy", "check.macro_f1"])
+@pytest.mark.parametrize("name", ["accuracy", "macro_f1"])
 @pytest.mark.parametrize("value", [1e6, 1.01, -0.5])
 def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
     with pytest.raises(UpdateError, match="a share is from 0 to 1"):
-        claims.require(msgspec.structs.replace(update(), metrics={name: value}), claims.Bounds(), work=False)
+        claims.require_plausible(msgspec.structs.replace(update(), metrics={name: value}), claims.Bounds(), work=False)
 
 
 @pytest.mark.parametrize("name", profiles.names())
@@ -103,7 +104,7 @@ def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
     """A task that takes all of the longest time at the highest watts of the board's own table."""
     watts = [point.busy_w.value for point in profiles.load(name).points if point.busy_w is not None]
     if watts:
-        assert max(watts) <= claims.most_w(of(*watts))
+        assert max(watts) <= claims.highest_power_w(of(*watts))
 
 
 # -- sites and weights ----------------------------------------------------------------------------
@@ -127,9 +128,9 @@ def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[f
     given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
     bounds = claims.Bounds(examples=100.0, right=RIGHT)
     if not said:
-        return claims.require_boards(given, parts, bounds)
+        return claims.require_site_boards(given, parts, bounds)
     with pytest.raises(UpdateError, match=said):
-        claims.require_boards(given, parts, bounds)
+        claims.require_site_boards(given, parts, bounds)
 
 
 def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None:
@@ -137,45 +138,121 @@ def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None
     assert claims.verify_profile(said, None).boards == 0
     assert claims.verify_profile(said, RIGHT).boards == 2
     with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
-        claims.require_boards(update(), [], claims.Bounds())
+        claims.require_site_boards(update(), [], claims.Bounds())
 
 
 def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
     """Its right makes no update of its own heavier."""
     heavy = msgspec.structs.replace(update(), weight=101.0)
     with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
-        claims.require(heavy, claims.Bounds(examples=100.0, right=RIGHT), work=True)
+        claims.require_plausible(heavy, claims.Bounds(examples=100.0, right=RIGHT), work=True)
 
 
 def weighed(**weights: float) -> claims.DeviceNumbers:
     found = claims.DeviceNumbers()
     for device, weight in weights.items():
-        found.note(device, weight)
+        found.set_number(device, weight)
     return found
 
 
 def test_a_device_counts_as_a_hundred_others_at_most() -> None:
     """Of the median of at least three others; its own weights raise nothing."""
-    assert weighed(a=10.0, b=20.0).most("z", None) == claims.MOST_EXAMPLES
-    assert weighed(a=10.0, b=20.0, c=3000.0).most("z", None) == 2000.0
-    assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).most("z", None) == 2000.0
-    assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).most("z", None) == 2000.0
-    assert weighed(a=10.0, b=20.0, z=1.0).most("z", None) == claims.MOST_EXAMPLES
-    assert weighed(a=10.0, b=20.0, c=30.0).most("z", 7) == 7
+    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, c=3000.0).largest_allowed("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).largest_allowed("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).largest_allowed("z", None) == 2000.0
+    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, c=30.0).largest_allowed("z", 7) == 7
     again = weighed(a=10.0, b=20.0, c=30.0)
-    again.note("a", 50.0)
+    again.set_number("a", 50.0)
     assert again.ascending == [20.0, 30.0, 50.0]
 
 
 def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same() -> None:
     """SCAFFOLD and pFedMe give every device the weight 1, which says nothing about how many examples it has."""
-    honest = msgspec.structs.replace(update(examples=1200), metrics={"check.examples": 300.0})
+    honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
     bounds = claims.Bounds(examples=100.0, reported=120_000.0)
-    claims.require(honest, bounds, work=True)
-    assert claims.bound(honest, bounds) == (honest, "")
-    assert "120001 examples, and 120000 are the most" in claims.bound(update(examples=120_001), bounds)[1]
-    with pytest.raises(UpdateError, match="more than 299"):
-        claims.require(honest, claims.Bounds(reported=299.0), work=False)
+    claims.require_plausible(honest, bounds, work=True)
+    assert claims.limit_claims(honest, bounds) == (honest, "")
+    assert "120001 examples, and 120000 are the most" in claims.limit_claims(update(examples=120_001), bounds)[1]
+    with pytest.raises(UpdateError, match="an evaluation on 300 examples, and 299 are the most"):
+        claims.require_plausible(honest, claims.Bounds(reported=299.0), work=False)
+
+
+# -- metrics and evaluations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({f"m{number}": 1.0 for number in range(65)}, "65 metrics, and 64 are the most"),
+        ({"Loss": 1.0}, "metric 'Loss' has a name other than"),
+        ({"\x1b[2J": 1.0}, r"metric '\\x1b\[2J' has a name other than"),
+        ({"x" * 41: 1.0}, "has a name other than"),
+        ({"loss": float("inf")}, "metric 'loss' is not a finite number"),
+    ],
+)
+def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) -> None:
+    """Those of a device, and those of a board within the blob of its site."""
+    with pytest.raises(UpdateError, match=said):
+        claims.require_plausible(msgspec.structs.replace(update(), metrics=metrics), claims.Bounds(), work=False)
+    with pytest.raises(UpdateError, match=said):
+        claims.require_site_boards(update(), [passed.Part("cam-1", 1.0, metrics)], claims.Bounds(right=RIGHT))
+
+
+def of_twelve_classes() -> EvaluationSums:
+    """Ten right examples of the first of twelve classes."""
+    none = [0] * (evaluation.bins_of(12) - 1)
+    scores = [10, *none, 0, *none, *[0, *none, 10, *none] * 11]
+    return EvaluationSums(
+        examples=10, outputs=12, counts=evaluation.pack_counts([10]), scores=evaluation.pack_counts(scores)
+    )
+
+
+def test_an_evaluation_of_twelve_classes_is_consistent() -> None:
+    assert evaluation.inconsistency(of_twelve_classes()) == ""
+
+
+@pytest.mark.parametrize(
+    ("sums", "right", "said"),
+    [
+        (of_classes(0.5), None, ""),
+        (total(of_classes(0.5), of_classes(0.75, 4)), RIGHT, ""),
+        (of_classes(0.5), RIGHT, "no ascending values of its devices"),
+        (total(of_classes(0.5)), None, "values of devices, and it speaks for itself"),
+        (
+            total(of_classes(0.5), of_classes(0.7), of_classes(0.7)),
+            RIGHT,
+            "values of 3 devices, and it may speak for 2",
+        ),
+        (msgspec.structs.replace(of_classes(0.5), devices=((0.9, 1),)), RIGHT, "a main metric of 0.5 beyond"),
+        (msgspec.structs.replace(of_classes(0.5), devices=((0.5, 1), (1.5, 1))), RIGHT, "no ascending values"),
+        (of_numbers(1.0, 1.0, 5), None, r"1 outputs \(regression\), and the network has 2 \(classes\)"),
+        (of_twelve_classes(), None, r"12 outputs \(classes\), and the network has 2 \(classes\)"),
+        (
+            msgspec.structs.replace(of_numbers(1.0, 1.0, 5), outputs=2),
+            None,
+            r"2 outputs \(regression\), and the network has 2 \(classes\)",
+        ),
+        (msgspec.structs.replace(of_classes(0.5), examples=9), None, "its evaluation has counts of 10 examples"),
+        (of_classes(0.5, 10, 1e300), None, "a sum that is not a number up to"),
+    ],
+)
+def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(
+    sums: EvaluationSums, right: SiteRight | None, said: str
+) -> None:
+    given = msgspec.structs.replace(update(), evaluation=sums)
+    bounds = claims.Bounds(right=right, outputs=2)
+    if not said:
+        return claims.require_plausible(given, bounds, work=False)
+    with pytest.raises(UpdateError, match=said):
+        claims.require_plausible(given, bounds, work=False)
+
+
+def test_an_evaluation_that_nobody_asked_for_does_not_count() -> None:
+    given = msgspec.structs.replace(update(), evaluation=of_classes(1.0))
+    found, odd = claims.limit_claims(given, claims.Bounds(checks=False))
+    assert (found.evaluation, odd) == (None, "an evaluation that it was not asked for")
 
 
 # -- the table ------------------------------------------------------------------------------------

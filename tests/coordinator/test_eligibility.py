@@ -76,11 +76,11 @@ def test_another_check_can_be_added() -> None:
 def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
     """And a device that drops out is gone after its grace."""
     registry = Registry()
-    registry.presence("a", Presence(online=True, boot="1"), 0.0)
-    registry.telemetry("a", Telemetry(battery=0.1), 5.0)
+    registry.update_presence("a", Presence(online=True, boot="1"), 0.0)
+    registry.update_telemetry("a", Telemetry(battery=0.1), 5.0)
     assert registry.seen(5.0 + FRESH_S - 1) == {"a": Seen(True, None, Telemetry(battery=0.1))}
     assert registry.seen(5.0 + FRESH_S) == {"a": Seen(True, None, None)}
-    registry.presence("a", Presence(online=False, boot="1"), 1000.0)
+    registry.update_presence("a", Presence(online=False, boot="1"), 1000.0)
     assert registry.seen(1000.0 + GRACE_S - 1)["a"].online
     assert not registry.seen(1000.0 + GRACE_S)["a"].online
 
@@ -93,11 +93,11 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
         now_s += {"wait": GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
         match what:
             case "on" | "off":
-                kept.presence(device, Presence(online=what == "on", boot="1"), now_s)
+                kept.update_presence(device, Presence(online=what == "on", boot="1"), now_s)
             case "profile":
                 kept.profile(device, msgspec.structs.replace(PROFILE, engines=("torch",) if place % 2 else ("onnx",)))
             case "cold" | "hot":
-                kept.telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
+                kept.update_telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
         anew = Registry()
         anew.devices.update(kept.devices)
         anew._stale.update(kept.devices)
@@ -112,14 +112,14 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.Mo
     monkeypatch.setattr(eligibility, "CHECKS", (lambda seen, wants: looked.append(1),))
     registry = Registry()
     for number in range(50):
-        registry.presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
+        registry.update_presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
         registry.profile(f"d-{number}", PROFILE)
     first, able = registry.seen(1.0), registry.able(("torch",), 1.0)
     registry.barred(WANTS, 1.0)
     assert len(looked) == 50
     assert registry.seen(2.0) is first
     assert registry.able(("torch",), 2.0) is able
-    registry.presence("d-7", Presence(online=False, boot="1"), 2.0)
+    registry.update_presence("d-7", Presence(online=False, boot="1"), 2.0)
     registry.barred(WANTS, 2.0)  # within the grace it is still there
     assert len(looked) == 50
     registry.barred(WANTS, 2.0 + GRACE_S)

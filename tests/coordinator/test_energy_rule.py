@@ -169,7 +169,7 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
 
 def test_the_log_tells_the_planned_epochs() -> None:
     """The sentence of a round's cohort has each board's epochs."""
-    told = log._sentences(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
+    told = log._describe_fact(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
         "round 3: cohort a, b; deadline 42 s, chosen for it",
         "round 3: epochs, as planned for energy: a 1, b 8",

@@ -113,7 +113,7 @@ def test_they_are_served_as_open_metrics_and_every_name_is_one() -> None:
 
     counts = Exposed(lambda: [(Board('a"b\nc', online=True, board="x" * 300), None)], lambda: NOW)
     play(counts)
-    with open_metrics.served("127.0.0.1:0", counts.families) as place:
+    with open_metrics.serve_metrics("127.0.0.1:0", counts.families) as place:
         found = {family.name: family for family in parser.text_string_to_metric_families(read(place))}
     assert found["fedquilt_updates"].samples[0].value == 1
     assert found["fedquilt_board_online"].samples[0].labels == {"device": 'a"b\nc'}
@@ -131,7 +131,7 @@ def test_an_error_of_metrics_is_theirs_alone(caplog: pytest.LogCaptureFixture) -
         return []
 
     broken.insert(0, False)
-    with open_metrics.served("127.0.0.1:0", collect) as place:
+    with open_metrics.serve_metrics("127.0.0.1:0", collect) as place:
         with pytest.raises(OSError):
             read(place)
         assert "process_cpu_seconds" in read(place)
@@ -143,7 +143,7 @@ def test_what_is_no_place_to_serve_at_is_refused(listen: str) -> None:
     """With the form that is wanted."""
     with (
         pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"),
-        open_metrics.served(listen, list),
+        open_metrics.serve_metrics(listen, list),
     ):
         pass
 
@@ -151,7 +151,10 @@ def test_what_is_no_place_to_serve_at_is_refused(listen: str) -> None:
 def test_a_place_that_is_taken_is_named() -> None:
     """Two coordinators on one machine."""
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
-    with open_metrics.served("127.0.0.1:0", list) as place:
+    with open_metrics.serve_metrics("127.0.0.1:0", list) as place:
         taken = place.removeprefix("http://").removesuffix("/metrics")
-        with pytest.raises(JobError, match=f"cannot be served at {taken}: Address"), open_metrics.served(taken, list):
+        with (
+            pytest.raises(JobError, match=f"cannot be served at {taken}: Address"),
+            open_metrics.serve_metrics(taken, list),
+        ):
             pass

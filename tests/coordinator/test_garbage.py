@@ -23,14 +23,14 @@ def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(t
         def overtaken(*given: Any) -> Any:
             ref = put(*given)
             if not other._db.in_transaction:
-                collector.add_all()
+                collector.add_all_blobs()
                 assert collector.collect()
                 assert not served.depot.has(ref)
             return ref
 
         other.depot.put = overtaken  # type: ignore[method-assign]
-        requests.deploy(other, Plan(kind="model", name="digits-1"), b"a model")
-        collector.add_all()
+        requests.queue_rollout(other, Plan(kind="model", name="digits-1"), b"a model")
+        collector.add_all_blobs()
         assert collector.collect()
         (rollout,) = served.rollouts.all()
         assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"  # type: ignore[union-attr]
@@ -51,7 +51,7 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     a.answer(ones(3.0))
     stage.play()
     with Store(tmp_path / "home") as command:
-        swept = housekeeping.remove(command, [doomed])
+        swept = housekeeping.remove_runs(command, [doomed])
     assert not swept.blobs_left
     stage.restart()
     stage.play()
@@ -72,5 +72,5 @@ def test_nothing_is_deleted_while_a_damaged_log_may_name_it(tmp_path: Path, dama
             store._db.execute("update jobs set status = 'odd' where id = ?", (run,))
             store._db.commit()
         left, collector = store.depot.put(b"left"), GarbageCollector(store)
-        collector.add({left.sha256}, soon=True)
+        collector.add_candidates({left.sha256}, soon=True)
         assert (collector.collect(), store.depot.has(left)) == (not damaged, damaged)

@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 from by_hand import Hand, Stage, ones
+from evaluations import of_classes, total
 
-from fedquilt import tensors, wire
+from fedquilt import evaluation, tensors, wire
 from fedquilt.coordinator import passed
 from fedquilt.coordinator.facts import Answered, Committed, Declined, Ended, Rejected
-from fedquilt.core import Contribution, OperatingPoint, Profile, Rates, Update, Usage, WireError
+from fedquilt.core import Contribution, EvaluationSums, OperatingPoint, Profile, Rates, Update, Usage, WireError
 from fedquilt.methods import fedavg, robust
 
 HONEST = ("a", "b", "c", "d", "e")
@@ -151,12 +152,46 @@ def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), list(hostile_fields.fields()), ids=lambda each: getattr(each, "__name__", each)
+    ("kind", "name"),
+    [each for each in hostile_fields.fields() if each[0] is not EvaluationSums],
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path: Path, kind: type, name: str) -> None:
     """Each value in two rounds: in one the device answers for itself, in the other for two others."""
     changes = of_field(kind, name)
     require_right(play(tmp_path, changes), len(changes), mean, fedavg.State)
+
+
+@pytest.mark.parametrize("name", EvaluationSums.__struct_fields__)
+def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_path: Path, name: str) -> None:
+    """Rounds of two honest devices, and of one that sets a field of its sums to its extremes."""
+    values = hostile_fields.extremes(EvaluationSums, name)
+    table = {"cohort": {**COHORT, "quorum": 0.6, "min_devices": 2, "start_devices": 3}, "check": {"every": 1}}
+    stage = Stage(tmp_path, rounds=len(values), **table)
+    honest, liar = [stage.hand(each) for each in "ab"], stage.hand(LIAR)
+    stage.play(0.5)
+    own = of_classes(0.5)
+    for number, value in enumerate(values):
+        for hand in honest:
+            hand.answer(ones(), weight=10.0, evaluation=own)
+        with contextlib.suppress(WireError):
+            liar.answer(ones(), weight=10.0, evaluation=msgspec.structs.replace(own, **{name: value}))
+        for _ in range(40):
+            if len(stage.told(Committed)) > number:
+                break
+            stage.play(1.0)
+        stage.play(0.5)
+    committed = stage.told(Committed)[: len(values)]
+    assert len(committed) == len(values)
+    two, three = total(own, own), total(own, own, own)
+    for sums in (fact.evaluation for fact in committed):
+        assert sums is not None
+        assert evaluation.inconsistency(sums) == ""
+        assert {**msgspec.structs.asdict(sums), "loss": None} in (
+            {**msgspec.structs.asdict(each), "loss": None} for each in (two, three)
+        )
+        assert sums.loss in (two.loss, three.loss) or name == "loss"
+    stage.store.close()
 
 
 def at_random(seed: int, rounds: int) -> list[Change]:
@@ -178,7 +213,7 @@ def test_the_median_of_honest_devices_stays(tmp_path: Path, seed: int) -> None:
 
 
 def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
-    """A reason and the name of a metric that would clear a terminal and begin a line of their own."""
+    """A reason that would clear a terminal and begin a line of its own; a metric of such a name is refused."""
     odd = "\x1b[2J\x1b]0;title\x07\nround 9: done \x9b2J\x7f"
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 5.0, "min_devices": 1, "quorum": 0.5})
     honest, liar = stage.hand("a"), stage.hand("b")
@@ -190,7 +225,7 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
     honest.answer(ones(1.0), weight=10.0, metrics={odd: 1.0, "loss": 0.5})
     stage.play(2.0)
     (declined,) = stage.told(Declined)
-    (committed,) = stage.told(Committed)
+    (rejected,) = stage.told(Rejected)
     assert declined.reason == "?[2J?]0;title? round 9: done ?2J?"
-    assert committed.metrics == {declined.reason: 1.0, "loss": 0.5}
+    assert rejected.reason.startswith(f"metric {declined.reason!r} has a name other than")
     stage.store.close()

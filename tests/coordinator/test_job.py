@@ -57,7 +57,7 @@ class Round:
 
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""
-        taken = self.job.taking(update := self.update(device, value), None, Bounds())(update)
+        taken = self.job.build_update_reader(update := self.update(device, value), None, Bounds())(update)
         self.job.record(Answered(self.job.rounds.round, taken), 0.0)
 
     def commit(self) -> float:
@@ -166,8 +166,8 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
 def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
     """A device has offered two contents for the same round, and the first of them counts."""
     stage.ask("a")
-    counted = stage.job.taking(update := stage.update("a", 1.0), None, Bounds())(update)
-    stage.job.taking(update := stage.update("a", 9.0), None, Bounds())(update)
+    counted = stage.job.build_update_reader(update := stage.update("a", 1.0), None, Bounds())(update)
+    stage.job.build_update_reader(update := stage.update("a", 9.0), None, Bounds())(update)
     stage.job.record(Answered(0, counted), 0.0)
     assert stage.commit() == 1.0
 
@@ -256,7 +256,7 @@ class Lives:
         with mock.patch.object(time, "time", side_effect=lambda: self.wall_s):
             row = self.made.store.job(self.made.job.id)
             job = Running(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
-            job.opened(job.opening()(), 7.0)
+            job.continue_from(job.opening()(), 7.0)
         assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
         return job.rounds.deadline_left_s(7.0)
 

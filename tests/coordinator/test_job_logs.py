@@ -17,19 +17,19 @@ def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run:
     """The latest state, and the updates that it does not contain; another run's are known beside it."""
     other = Run(run.store)
     other.record(Started(state(77)))
-    assert run.store.held() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
+    assert run.store.referenced_blobs() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
     said: list[str] = []
     run.store._db.set_trace_callback(said.append)
     run.record(Answered(3, of(run.id, "b", 3)))
     of_run = {state(2).sha256, *blob_of(run.id, "a", 3), *blob_of(run.id, "b", 3)}
-    assert run.store.held() == {*of_run, state(77).sha256}
+    assert run.store.referenced_blobs() == {*of_run, state(77).sha256}
     assert not [line for line in said if "order by seq" in line]
     with Store(run.store.home) as another:
         another.append(run.id, Answered(3, of(run.id, "c", 3)))
-    assert blob_of(run.id, "c", 3) < run.store.held()
+    assert blob_of(run.id, "c", 3) < run.store.referenced_blobs()
     assert len([line for line in said if "order by seq" in line]) == 1
     run.record(Closed(3), Committed(3, state(3), False, {}))
-    assert run.store.held() == {state(3).sha256, state(77).sha256}
+    assert run.store.referenced_blobs() == {state(3).sha256, state(77).sha256}
 
 
 def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_ends(
@@ -38,35 +38,35 @@ def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_
     """By the process that writes the facts, and by one that reads them."""
     run.record(Answered(3, of(run.id, "b", 3)), Folded(3, ("a",), state(88)))
     for store in (run.store, often()):
-        assert store.held() == {state(2).sha256, state(88).sha256, *blob_of(run.id, "b", 3)}
+        assert store.referenced_blobs() == {state(2).sha256, state(88).sha256, *blob_of(run.id, "b", 3)}
     run.record(Closed(3), Committed(3, state(3), False, {}))
     for store in (run.store, often()):
-        assert store.held() == {state(3).sha256}
+        assert store.referenced_blobs() == {state(3).sha256}
 
 
 def test_what_another_process_has_written_between_two_facts_of_this_one_is_needed_too(
     run: Run, often: Callable[[], Store]
 ) -> None:
     """Else the blobs of an update that counts would be taken for leftovers."""
-    before = run.store.held()
+    before = run.store.referenced_blobs()
     often().append(run.id, Answered(3, of(run.id, "c", 3)))
     run.store.append(run.id, Answered(3, of(run.id, "b", 3)))
-    assert run.store.held() == before | blob_of(run.id, "b", 3) | blob_of(run.id, "c", 3)
+    assert run.store.referenced_blobs() == before | blob_of(run.id, "b", 3) | blob_of(run.id, "c", 3)
 
 
 def append_and_fail(made: Run) -> None:
     """A fact whose transaction is taken back."""
-    with made.store._writing():
+    with made.store._write_transaction():
         made.store._rows.append([(made.id, 1.0, encoded(made.id, Answered(3, of(made.id, "b", 3))))])
         raise RuntimeError
 
 
 def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> None:
     """The next look begins anew where the log is."""
-    before = run.store.held()
+    before = run.store.referenced_blobs()
     with pytest.raises(RuntimeError):
         append_and_fail(run)
-    assert run.store.held() == before
+    assert run.store.referenced_blobs() == before
     assert run.store.unsound() == []
 
 
@@ -78,13 +78,13 @@ def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], 
     made.record(Ended("done"))
     later, said = often(), list[str]()
     later._db.set_trace_callback(said.append)
-    assert (later.held(), later.unsound()) == ({state(0).sha256}, [])
+    assert (later.referenced_blobs(), later.unsound()) == ({state(0).sha256}, [])
     assert not [line for line in said if "order by seq" in line]
     assert made.store._db.execute("select length(body) from snapshots").fetchall() == [(0,)]
 
 
 def test_a_removed_run_takes_its_snapshot_with_it(run: Run) -> None:
     """Also where an earlier version removes it, which knows of none."""
-    run.store.remove([run.id])
+    run.store.delete_runs([run.id])
     assert run.store._db.execute("select count(*) from snapshots").fetchone() == (0,)
-    assert run.store.held() == set()
+    assert run.store.referenced_blobs() == set()

@@ -15,7 +15,7 @@ from fedquilt.core import JobError
 
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
     """A coordinator without limits.toml deletes no run."""
-    assert limits.load(tmp_path) == Limits()
+    assert limits.load_limits(tmp_path) == Limits()
     assert Retention().older_s is None
 
 
@@ -23,7 +23,7 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
     """An age such as "2d" is read as seconds."""
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
     (tmp_path / limits.FILE).write_text(text)
-    found = limits.load(tmp_path)
+    found = limits.load_limits(tmp_path)
     assert found == Limits(3, Submitter(2, 0.5), Retention(10, "2d"))
     assert found.retention.older_s == 2 * 86400.0
 
@@ -48,7 +48,7 @@ def test_what_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: s
     """Limits are refused as they are read, before a coordinator serves anything."""
     (tmp_path / limits.FILE).write_text(text)
     with pytest.raises(JobError, match=said) as raised:
-        limits.load(tmp_path)
+        limits.load_limits(tmp_path)
     assert limits.FILE in str(raised.value)
 
 
@@ -64,5 +64,5 @@ def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, mon
             return ids
 
         monkeypatch.setattr(housekeeping, "old", old)
-        assert housekeeping.retire(store, Retention(keep=0), 0.0) == [ids[1]]
+        assert housekeeping.remove_expired_runs(store, Retention(keep=0), 0.0) == [ids[1]]
         assert [row.id for row in store.jobs()] == [ids[0]]

@@ -170,7 +170,7 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
     id, a = large(stage), stage.hand("a")
     stage.play()
     worker.go_on()
-    stage.server._desk.garbage.add({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
+    stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
     stage.server._desk.collect_garbage()
     stage.play()
     (started,) = [fact for fact in facts(stage, id) if isinstance(fact, Started)]

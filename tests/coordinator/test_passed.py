@@ -33,7 +33,7 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
     given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
     update = of(given)
     assert list(update.bundles) == ["site.0"]
-    assert [part.device for part in passed.parts(update)] == ["a", "b"]
+    assert [part.device for part in passed.parts_of_site(update)] == ["a", "b"]
     for before, after in zip(given, passed.contributions(update), strict=True):
         assert (before.device, before.round, before.weight) == (after.device, after.round, after.weight)
         assert before.metrics == after.metrics
@@ -58,11 +58,11 @@ def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatc
 
 def test_a_site_of_which_no_board_had_anything_to_send_says_so() -> None:
     assert passed.contributions(of([])) == []
-    assert passed.parts(of([])) == []
+    assert passed.parts_of_site(of([])) == []
 
 
 def read(update: Contribution) -> list[Contribution]:
-    assert passed.parts(update)
+    assert passed.parts_of_site(update)
     return passed.contributions(update)
 
 
@@ -93,10 +93,10 @@ def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt: dict[str,
 def test_a_board_that_is_in_it_twice_is_named() -> None:
     """In one bundle, or in two."""
     with pytest.raises(UpdateError, match="it has a twice"):
-        passed.parts(of([board("a", 1.0), board("a", 2.0)]))
+        passed.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
     with pytest.raises(UpdateError, match="it has a twice"):
-        passed.parts(Contribution("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
+        passed.parts_of_site(Contribution("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
 
 
 def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
@@ -135,7 +135,7 @@ def running(*answers: Update) -> facts.Rounds:
 
 
 def examined(state: facts.Rounds, taken: Update) -> admission.Step:
-    return admission.heard("j", state, taken, admission.Examined(taken.device, taken, taken), 0.0)
+    return admission.decide_step("j", state, taken, admission.Examined(taken.device, taken, taken), 0.0)
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
@@ -152,7 +152,7 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round() -> None:
     """A board that is a device of both coordinators."""
     own = update("alone")
-    step = admission.heard("j", running(update("one", "alone")), None, admission.Offered("alone", own), 0.0)
+    step = admission.decide_step("j", running(update("one", "alone")), None, admission.Offered("alone", own), 0.0)
     (fact,) = step.facts
     assert isinstance(fact, facts.Rejected)
     assert "alone counts in this round already, by one" in fact.reason

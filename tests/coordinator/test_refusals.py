@@ -27,7 +27,7 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.fleet import Registry
 from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UPDATE
-from fedquilt.coordinator.rounds import decide, left_alone
+from fedquilt.coordinator.rounds import decide, devices_to_skip
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -36,7 +36,7 @@ START = ("codec", "data", "engine", "method")
 
 def alone(state: Rounds, devices: str, starts: str = "") -> dict[str, str]:
     """Whom a round leaves alone; `starts`: devices that have started anew."""
-    return left_alone(state, set(devices), lambda device: Ask(), lambda device: "2" if device in starts else "1")
+    return devices_to_skip(state, set(devices), lambda device: Ask(), lambda device: "2" if device in starts else "1")
 
 
 def refuse(stage: Stage, hand: Hand, code: str = "data") -> None:
@@ -167,17 +167,17 @@ def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
 def test_a_start_is_another_with_another_boot_or_profile() -> None:
     """The same messages again are none; of a board that has not been heard there is no start."""
     registry, profile = Registry(), plain.profile()
-    assert registry.start("a") == ""
-    registry.presence("a", wire.Presence(online=True, boot="1"), 0.0)
+    assert registry.agent_start_key("a") == ""
+    registry.update_presence("a", wire.Presence(online=True, boot="1"), 0.0)
     registry.profile("a", profile)
-    first = registry.start("a")
-    registry.presence("a", wire.Presence(online=True, boot="1", seq=7), 1.0)
+    first = registry.agent_start_key("a")
+    registry.update_presence("a", wire.Presence(online=True, boot="1", seq=7), 1.0)
     registry.profile("a", plain.profile())
-    assert registry.start("a") == first
+    assert registry.agent_start_key("a") == first
     registry.profile("a", msgspec.structs.replace(profile, labels=("window",)))
-    other = registry.start("a")
-    registry.presence("a", wire.Presence(online=True, boot="2"), 2.0)
-    assert len({first, other, registry.start("a")}) == 3
+    other = registry.agent_start_key("a")
+    registry.update_presence("a", wire.Presence(online=True, boot="2"), 2.0)
+    assert len({first, other, registry.agent_start_key("a")}) == 3
 
 
 RECURS = sorted(code for code in get_args(wire.RefusalCode) if REFUSALS[code].recurs)

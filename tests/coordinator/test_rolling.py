@@ -11,6 +11,7 @@ from fedquilt.coordinator.rolling import ASK_S, SETTLE_S
 from fedquilt.coordinator.rollouts import Begun, Done, Offered, Passed
 from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core.messages import UPGRADES
+from fedquilt.disk import Private
 
 
 def told(ground: Ground, *kinds: type) -> list[Any]:
@@ -107,8 +108,8 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert (state.status, state.counts()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
     begun = told(ground, Begun)[0]
-    assert begun.without == ("b-000", "b-001")
-    said = "begun: agent digits; left out, as no launcher started their agents: b-000, b-001"
+    assert begun.without == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
+    said = "begun: agent digits; left out: b-000, b-001 (no launcher started the agent)"
     assert view.sentence(state, begun) == said
     ground.fleet(1, **never)
     ground.play(10.0)
@@ -126,8 +127,41 @@ def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(gr
     state = ground.state(id)
     assert state.status == "aborted"
     assert state.reason == (
-        "no board that it selects can be upgraded, as no launcher started their agents: b-000, b-001"
+        "no selected device can take the release: b-000 and 1 more (no launcher started the agent); "
+        "select other devices"
     )
+
+
+# -- models that a device's ONNX Runtime is too old for ------------------------------------------------
+def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Ground) -> None:
+    """One of three loads opset 21 at most: it is left out by name, with both numbers, and so is a later one like it."""
+    old = ground.fleet(1, versions={"onnxruntime": "1.19.2"})
+    ground.fleet(1, versions={"onnxruntime-gpu": "1.32.0"})
+    ground.fleet(1)  # what a device without ONNX Runtime says, its own check decides
+    id = ground.deploy(versions=(25, 10), canary=0.5, phases=(1.0,))
+    ground.play(30.0)
+    assert not any(board.releases for board in old)
+    state = ground.state(id)
+    said = view.sentence(state, told(ground, Begun)[0])
+    assert said == (
+        "begun: model digits; left out: b-000 (onnxruntime 1.19.2 loads opset 21 and IR version 10 at most, and the "
+        "model has opset 25 and IR version 10: export it with opset_version=21 and that IR version, or install a newer "
+        "ONNX Runtime there)"
+    )
+    assert state.counts() == {"committed": 2}
+    ground.fleet(1, versions={"onnxruntime": "1.20.1"})
+    ground.play(10.0)
+    assert ground.state(id).counts() == {"committed": 2}
+
+
+def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(ground: Ground) -> None:
+    """The IR version alone decides too."""
+    boards = ground.fleet(2, versions={"onnxruntime": "1.32.0"})
+    id = ground.deploy(versions=(17, 77))
+    ground.play(10.0)
+    state = ground.state(id)
+    assert (state.status, [board.releases for board in boards]) == ("aborted", [[], []])
+    assert "loads opset 28 and IR version 14 at most, and the model has opset 17 and IR version 77" in state.reason
 
 
 def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
@@ -221,6 +255,26 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
     board.come()
     ground.play(10.0)
     assert told(ground, Passed)[0] == Passed(0, (first[1],))
+
+
+def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
+    """Each coordinator lives for 20 s, a third of the patience. The step passes without the board all the same."""
+    ground.disk = Private()
+    ground.disk.wall_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
+    ground.restart()
+    boards = ground.fleet(2)
+    id = ground.deploy(canary=0.9, phases=(1.0,), patience_s=60.0)
+    while not ground.state(id).offered:
+        ground.play(0.1)
+    (quiet,) = (board for board in boards if board.name not in ground.state(id).offered)
+    quiet.take = lambda release: None  # type: ignore[method-assign]
+    ground.play(10.0)
+    assert quiet.name in ground.state(id).offered
+    for _ in range(6):
+        ground.restart()
+        ground.play(20.0)
+    assert told(ground, Passed) == [Passed(0), Passed(1, (quiet.name,))]
+    assert ground.state(id).status == "done"
 
 
 def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground) -> None:

@@ -26,16 +26,16 @@ def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> Non
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
     digests = [ground.store.depot.put(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
-    assert ground.store.held() == {digests[0]}
+    assert ground.store.referenced_blobs() == {digests[0]}
     ground.play(30.0)
     ground.deploy(b"bad", name="bad")
-    assert ground.store.held() == {digests[0], digests[2]}
+    assert ground.store.referenced_blobs() == {digests[0], digests[2]}
     ground.play(30.0)
     assert ground.state().status == "aborted"
     ground.deploy(OTHER, name="second")
     ground.play(30.0)
     assert ground.state().status == "done"
-    assert ground.store.held() == {digests[1]}
+    assert ground.store.referenced_blobs() == {digests[1]}
 
 
 def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) -> None:

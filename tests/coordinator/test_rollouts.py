@@ -22,14 +22,16 @@ from fedquilt.coordinator.rollouts import (
     Offered,
     Passed,
     Plan,
+    Restarted,
     RolledBack,
     Rollout,
     Seen,
     apply,
     chosen,
-    decide,
+    decide_rollout,
     release,
     told,
+    waited_s,
     waits,
 )
 from fedquilt.coordinator.views import rollouts as view
@@ -63,7 +65,7 @@ def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> 
 )
 def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
     """The canary is a share of the boards that are there, and at least one of them."""
-    fact = decide(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
+    fact = decide_rollout(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
     assert isinstance(fact, Offered)
     assert len(fact.devices) == wanted
 
@@ -80,8 +82,8 @@ def test_boards_are_drawn_by_the_rollouts_id() -> None:
 def test_a_canary_waits_for_a_board_that_is_there() -> None:
     """With all boards away nothing is offered; the first that comes is the canary."""
     fleet = {name: Seen(False, 0.0) for name in names(10)}
-    assert decide(state(), fleet, 1e9, 8) is None
-    assert decide(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
+    assert decide_rollout(state(), fleet, 1e9, 8) is None
+    assert decide_rollout(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
 
 
 def test_a_step_that_has_nobody_left_is_passed() -> None:
@@ -89,20 +91,28 @@ def test_a_step_that_has_nobody_left_is_passed() -> None:
     alone = there(["a"])
     now = state(Offered(0, ("a",)), Heard("a", 7, "committed"))
     for fact in (Passed(0), Passed(1), Passed(2), Done()):
-        assert decide(now, alone, 0.0, 8) == fact
+        assert decide_rollout(now, alone, 0.0, 8) == fact
         now = apply(now, fact)
     assert now.status == "done"
-    assert decide(now, alone, 0.0, 8) is None
+    assert decide_rollout(now, alone, 0.0, 8) is None
 
 
 def test_the_last_step_takes_boards_that_are_away() -> None:
     """A board that is away holds the last step up for no longer than the patience."""
     fleet = {**there(["a", "b"]), "away": Seen(False, 0.0)}
     now = state(Offered(0, ("a",)), Heard("a", 7, "committed"), Passed(0), canary=0.5, phases=(1.0,), patience_s=60.0)
-    assert decide(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
+    assert decide_rollout(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
     now = apply(apply(now, Offered(1, ("away", "b"))), Heard("b", 7, "committed"))
-    assert decide(now, fleet, 59.0, 8) is None
-    assert decide(now, fleet, 61.0, 8) == Passed(1, ("away",))
+    assert decide_rollout(now, fleet, 59.0, 8) is None
+    assert decide_rollout(now, fleet, 61.0, 8) == Passed(1, ("away",))
+
+
+def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
+    restarts = [Offered(0, ("a",)), Heard("a", 7, "committed"), Restarted(50.0, 40.0)]
+    now = state(*restarts)
+    assert (waited_s(now, "b", False), now.restarts) == (50.0, 1)
+    now = state(*restarts, Passed(0), Offered(1, ("b",)), phases=(1.0,))
+    assert (waited_s(now, "b", False), waited_s(now, "b", True), now.restarts) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "fetching", "checking", "soaking"])
@@ -111,17 +121,17 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None
     fleet = there(["a", "b", "c", "d"])
     both = Offered(0, ("a", "b")), Heard("a", 7, "committed"), Heard("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
-    assert decide(now, fleet, LONGEST_S, 8) is None
+    assert decide_rollout(now, fleet, LONGEST_S, 8) is None
     assert waits(now, fleet, LONGEST_S) == ("b",)
     assert waits(now, fleet, LONGEST_S + 61.0) == ()
-    assert decide(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
+    assert decide_rollout(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
 
 
 def test_nothing_passes_before_anybody_has_answered() -> None:
     """Without a single answer no patience is long enough: nothing is known of the release."""
     fleet = {name: Seen(False, 0.0) for name in names(4)}
     now = state(Offered(0, ("b-000",)), patience_s=1.0)
-    assert decide(now, fleet, 1e9, 8) is None
+    assert decide_rollout(now, fleet, 1e9, 8) is None
     assert waits(now, fleet, 1e9) == ("b-000",)
 
 
@@ -132,8 +142,8 @@ def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
     now = state(Offered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
     for device in devices[:2]:
         now = apply(now, Heard(device, 7, failure, "worse"))
-    assert decide(now, there(devices), 0.0, 8) is None
-    fact = decide(apply(now, Heard(devices[2], 7, failure, "worse")), there(devices), 0.0, 8)
+    assert decide_rollout(now, there(devices), 0.0, 8) is None
+    fact = decide_rollout(apply(now, Heard(devices[2], 7, failure, "worse")), there(devices), 0.0, 8)
     assert fact == Aborted(f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)", 8)
 
 
@@ -143,7 +153,7 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
     now = state(Offered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
     for device in devices[:2]:
         now = apply(now, Heard(device, 7, "refused"))
-    assert isinstance(decide(now, {name: Seen(False, 0.0) for name in devices}, 11.0, 8), Aborted)
+    assert isinstance(decide_rollout(now, {name: Seen(False, 0.0) for name in devices}, 11.0, 8), Aborted)
 
 
 @given(
@@ -155,7 +165,7 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
     now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
         now = apply(now, Heard(device, 7, phase)) if phase else now  # type: ignore[arg-type]
-    fact = decide(now, {name: Seen(False, 0.0) for name in devices}, 1e6, 8)
+    fact = decide_rollout(now, {name: Seen(False, 0.0) for name in devices}, 1e6, 8)
     failed = sum(phase in ("refused", "returned", "soaking") for phase in phases)
     ended = sum(phase not in ("waiting", "") for phase in phases)
     if isinstance(fact, Passed):
@@ -177,7 +187,7 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
     now = apply(now, Heard(devices[0], 7, "checking"))
     fleet = {name: Seen(False, 0.0) for name in devices}
     assert now.counts() == {"checking": 1, "": 1, "committed": 10}
-    for fact in (decide(now, fleet, 1e6, 8), Passed(1), Done()):
+    for fact in (decide_rollout(now, fleet, 1e6, 8), Passed(1), Done()):
         assert isinstance(fact, Passed | Done)
         now = apply(now, fact)
     assert (now.status, now.counts()) == ("done", {"lost": 1, "": 1, "committed": 10})
@@ -198,9 +208,9 @@ def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
         Passed(2),
         Done(),
     )
-    assert decide(state(*rest), there(["a", "new"]), 0.0, 8) == Offered(2, ("new",))
+    assert decide_rollout(state(*rest), there(["a", "new"]), 0.0, 8) == Offered(2, ("new",))
     some = (*rest[:3], Passed(1), Done())
-    assert decide(state(*some, phases=(0.25,)), there(["a", "new"]), 0.0, 8) is None
+    assert decide_rollout(state(*some, phases=(0.25,)), there(["a", "new"]), 0.0, 8) is None
 
 
 # -- what boards say, and are to have -------------------------------------------------------------
@@ -266,6 +276,7 @@ def test_facts_that_cannot_follow_are_refused() -> None:
         Begun: Begun(8),
         Offered: Offered(0, ("a",)),
         Heard: Heard("a", 7, "waiting"),
+        Restarted: Restarted(1.0, 1.0),
         Passed: Passed(0),
         Done: Done(),
         Aborted: Aborted("", 9),

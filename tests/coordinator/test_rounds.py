@@ -24,7 +24,7 @@ from fedquilt.coordinator.facts import (
     apply,
 )
 from fedquilt.coordinator.refusals import AGAIN_ROUNDS
-from fedquilt.coordinator.rounds import decide, left_alone, next_s, waits_for_answers
+from fedquilt.coordinator.rounds import decide, devices_to_skip, next_s, waits_for_updates
 from fedquilt.core import JobError, Work
 
 
@@ -74,16 +74,16 @@ def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_chan
     """Not in the same round, whose other attempts may find memory free; then for less work or with another budget."""
     state = after(begun(rounds=99), Asked(0, 0, ("a", "b")))
     state = after(state, state.declined_by("a", "memory", "too big", too_large(50)), Answered(0, update("b")))
-    assert left_alone(state, {"a", "b"}, lambda device: too_large(50)) == {}
+    assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {}
     state = after(state, Closed(0), committed(0))
-    assert left_alone(state, {"a", "b"}, lambda device: too_large(50)) == {"a": "memory"}
-    assert left_alone(state, {"b"}, lambda device: too_large(50)) == {}
+    assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {"a": "memory"}
+    assert devices_to_skip(state, {"b"}, lambda device: too_large(50)) == {}
     for ask in (too_large(49), too_large(50, budget_bytes=101)):
-        assert left_alone(state, {"a"}, lambda device, ask=ask: ask) == {}  # type: ignore[misc]
+        assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}  # type: ignore[misc]
     for round, alone in ((AGAIN_ROUNDS - 1, {"a": "memory"}), (AGAIN_ROUNDS, {})):
-        assert left_alone(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
+        assert devices_to_skip(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
     answered = after(state, Asked(1, 0, ("a",)), Answered(1, update("a", 1)), Closed(1), committed(1))
-    assert left_alone(answered, {"a"}, lambda device: too_large(50)) == {}
+    assert devices_to_skip(answered, {"a"}, lambda device: too_large(50)) == {}
 
 
 def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
@@ -92,8 +92,8 @@ def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
     state = after(state, state.declined_by("a", "disk", "full", too_large(0, flops=5.0)))
     state = after(state, state.declined_by("b", "memory", "too big", too_large(0, flops=5.0)))
     state = replace(state, round=1)
-    assert left_alone(state, {"a", "b"}, lambda device: too_large(0, flops=5.0)) == {"b": "memory"}
-    assert left_alone(state, {"a", "b"}, lambda device: too_large(0, flops=4.0)) == {}
+    assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(0, flops=5.0)) == {"b": "memory"}
+    assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(0, flops=4.0)) == {}
 
 
 def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last() -> None:
@@ -357,9 +357,9 @@ def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered() -> No
         while isinstance(fact := decide(state, 1.0, online), Asked):
             state = apply(state, fact, 0.0)
         while state.phase == "open" and state.asked and decide(state, 1.0, online) is None:
-            waits = waits_for_answers(state, 1.0)
+            waits = waits_for_updates(state, 1.0)
             state = apply(state, Answered(0, update(draw.choice(sorted(state.asked)))), 1.0)
-            if waits and waits_for_answers(state, 1.0):
+            if waits and waits_for_updates(state, 1.0):
                 left_out += 1
                 assert decide(state, 1.0, online) is None
     assert left_out > 100

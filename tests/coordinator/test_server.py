@@ -51,13 +51,13 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
 ) -> None:
     """The method computes for 100 s; the next round's 30 s begin after that, not before."""
     stage = Stage(tmp_path, rounds=2)
-    commit = Running._commit
+    commit = Running._compute_commit
 
     def slowly(job: Running, *rest: Any) -> Done:
         stage.broker.now_s += 100.0
         return commit(job, *rest)
 
-    monkeypatch.setattr(Running, "_commit", slowly)
+    monkeypatch.setattr(Running, "_compute_commit", slowly)
     hand = stage.hand("a")
     stage.play()
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And has its link back when something is to be sent."""
-    told, commit = [], Running._commit
+    told, commit = [], Running._compute_commit
 
     @contextlib.contextmanager
     def tended() -> Iterator[None]:
@@ -98,7 +98,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
         return commit(job, *rest)
 
     monkeypatch.setattr(stage.executor, "tended", tended)
-    monkeypatch.setattr(Running, "_commit", noted)
+    monkeypatch.setattr(Running, "_compute_commit", noted)
     hand = stage.hand("a")
     stage.play()
     hand.answer(ones())
@@ -272,7 +272,7 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it can be left over; other jobs' blobs are looked up once, when the round's are dropped."""
-    held, looked = Store.held, []
+    held, looked = Store.referenced_blobs, []
 
     def counted(store: Store) -> set[str]:
         looked.append(len(stage.told(Committed)))
@@ -280,7 +280,7 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
 
     hands = [stage.hand(name) for name in "abc"]
     stage.play(1.0)
-    monkeypatch.setattr(Store, "held", counted)
+    monkeypatch.setattr(Store, "referenced_blobs", counted)
     for hand in hands:
         hand.answer(ones())
     stage.play()

@@ -44,7 +44,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.job(stage.job)
     assert active is not None
-    wait = waits.waiting(active.rounds, active.engines, ["a", "b"])
+    wait = waits.find_wait(active.rounds, active.engines, ["a", "b"])
     assert wait is not None
     assert wait.text == (
         "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"

@@ -10,10 +10,13 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from by_hand import TABLE, Stage, ones
+from evaluations import of_classes
+from side_by_side import Staged
 
 from fedquilt import bundle, tensors, wire
 from fedquilt.blobs.store import Depot
@@ -26,7 +29,7 @@ from fedquilt.coordinator.facts import (
     Rejected,
 )
 from fedquilt.coordinator.views import log
-from fedquilt.core import BlobRef, JobError, StoreError, Usage
+from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError, Usage
 from fedquilt.disk import Disk, Place
 from fedquilt.methods import fedavg
 
@@ -81,7 +84,7 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -
     task = hand.tasks[-1]
     assert task is not None
     blob = task.bundles["model"]
-    stage.store.depot.damaged(blob.sha256)
+    stage.store.depot.discard_damaged(blob.sha256)
     stage.play(6.0)
     assert stage.store.depot.has(blob)
 
@@ -170,39 +173,41 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
     assert stage.store.status(stage.job) == "done"
 
 
-def test_a_number_of_held_out_examples_that_no_device_has_is_refused(stage: Stage) -> None:
-    """Nothing is written that could not be read back; and an evaluation on fewer than no examples is refused."""
+def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Staged) -> None:
+    stage = staged(check={"every": 1})
     a, b, c = (stage.hand(name) for name in "abc")
     stage.play()
-    a.answer(ones(), metrics={"check.examples": 1.7e308})
+    a.answer(ones(), evaluation=of_classes(1.0, 10**7 + 1))
     b.answer(ones())
-    c.answer(ones(), metrics={"check.examples": -1.0})
+    c.answer(ones(), evaluation=of_classes(0.5, 10**15))
     stage.play()
-    assert {fact.device: fact.reason for fact in stage.told(Rejected)} == dict.fromkeys(
-        "ac", "metric 'check.examples' is negative, or more than 1e+07"
-    )
+    assert {fact.device: fact.reason for fact in stage.told(Rejected)} == {
+        "a": "an evaluation on 10000001 examples, and 1e+07 are the most",
+        "c": "an evaluation on 1000000000000000 examples, and 1e+07 are the most",
+    }
     assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
 
 
 @pytest.mark.parametrize(
-    ("weight", "metrics", "said"),
+    ("answer", "said"),
     [
         (
-            1.0,
-            {"check.accuracy": 0.0, "check.loss": 0.0, "check.examples": 0.0},
+            {"evaluation": EvaluationSums(examples=0)},
             "no evaluation: none of the devices holds out an example ([data] held)",
         ),
-        (0.0, {"loss": 1.0, "steps": 0.0}, "no mean of loss, steps: every update counts as 0 examples"),
+        (
+            {"weight": 0.0, "metrics": {"loss": 1.0, "steps": 0.0}},
+            "no mean of loss, steps: every update counts as 0 examples",
+        ),
     ],
 )
-def test_what_no_device_has_an_example_of_is_said_in_words(
-    stage: Stage, weight: float, metrics: dict[str, float], said: str
-) -> None:
+def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answer: dict[str, Any], said: str) -> None:
     """Not as a list of the metrics' names."""
+    stage = staged(check={"every": 1})
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
     for hand in hands:
-        hand.answer(ones(), weight=weight, metrics=metrics)
+        hand.answer(ones(), **answer)
     stage.play()
     assert stage.told(Committed)[0].notes[-1] == said
 

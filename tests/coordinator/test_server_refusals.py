@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from by_hand import Stage, ones
+from evaluations import of_classes
 from side_by_side import Staged
 
 from fedquilt import tensors, wire
@@ -75,11 +76,11 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
 
 def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:
     """SCAFFOLD's weight is 1: the fourth device is believed that it has 2,000 examples, and holds 400 out."""
-    stage = staged(cohort={"min_devices": 4})
+    stage = staged(cohort={"min_devices": 4}, check={"every": 1})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
     for hand in hands:
-        hand.answer(ones(), weight=1.0, usage=Usage(examples=2000), metrics={"check.examples": 400.0})
+        hand.answer(ones(), weight=1.0, usage=Usage(examples=2000), evaluation=of_classes(0.5, 400))
         stage.play()
     assert not stage.told(Rejected)
     assert [fact.update.usage.examples for fact in stage.told(Answered)] == [2000] * 4

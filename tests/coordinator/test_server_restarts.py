@@ -137,7 +137,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
     stage.play()
     stage.store.set_status(stage.job, "stopping")
     stage.play()
-    first, needed = stage.job, stage.store.held()
+    first, needed = stage.job, stage.store.referenced_blobs()
     assert len(needed) == 2
 
     stage.job = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")

@@ -38,7 +38,7 @@ def silence() -> Silence:
 
 def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence: Silence) -> None:
     """Neither happens a second earlier."""
-    silence.heard("a")
+    silence.record_contact("a")
     assert played(silence, 34, 100.0) == ([], [])
     assert played(silence, 1, 134.0) == (["a"], [])
     assert played(silence, 14, 135.0) == (["a", "a"], [])
@@ -48,38 +48,38 @@ def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence
 
 def test_any_message_brings_a_silent_device_back(silence: Silence) -> None:
     """Only the first one says so; the device is watched as before."""
-    silence.heard("a")
+    silence.record_contact("a")
     played(silence, SILENT_S, 100.0)
-    assert [silence.heard("a"), silence.heard("a")] == [True, False]
+    assert [silence.record_contact("a"), silence.record_contact("a")] == [True, False]
     assert played(silence, SILENT_S, 150.0)[1] == ["a"]
 
 
 def test_a_device_that_answers_is_asked_again_after_as_long(silence: Silence) -> None:
     """Once in 35 s, however long that goes on."""
-    silence.heard("a")
+    silence.record_contact("a")
     for turn in range(10):
         assert played(silence, QUIET_S, 100.0 + turn * QUIET_S) == (["a"], [])
-        silence.heard("a")
+        silence.record_contact("a")
 
 
 def test_a_retained_presence_is_no_sign_of_life(silence: Silence) -> None:
     """The coordinator's own announcement has asked the device already: two more requests follow."""
-    silence.announced("a")
+    silence.expect_contact("a")
     assert played(silence, 14, 100.0) == (["a", "a"], [])
-    silence.announced("a")
+    silence.expect_contact("a")
     assert played(silence, 1, 114.0) == ([], ["a"])
 
 
 def test_a_device_that_is_offline_is_not_asked(silence: Silence) -> None:
     """Its broker has published its last will."""
-    silence.heard("a")
-    silence.gone("a")
+    silence.record_contact("a")
+    silence.forget("a")
     assert played(silence, 1000, 100.0) == ([], [])
 
 
 def test_an_outage_of_the_broker_makes_nobody_silent(silence: Silence) -> None:
     """Nor does a coordinator that was suspended for an hour: a gap counts as one second."""
-    silence.heard("a")
+    silence.record_contact("a")
     assert played(silence, 1000, 100.0, hears=False) == ([], [])
     assert silence.step(1100.0 + 3600.0, True) == ([], [])
     assert played(silence, 33, 4700.0) == ([], [])
@@ -90,13 +90,13 @@ def test_idle_devices_are_not_asked_in_a_storm(silence: Silence) -> None:
     """10,000 that were heard at one moment take 20 s, 500 in each; none is asked twice before it could answer."""
     names = [f"d{number}" for number in range(10_000)]
     for name in names:
-        silence.heard(name)
+        silence.record_contact(name)
     played(silence, QUIET_S - 1, 100.0)
     for step in range(20):
         ask = silence.step(100.0 + QUIET_S + step, True).ask
         assert len(ask) == RATE
         for name in ask:
-            silence.heard(name)
+            silence.record_contact(name)
     assert silence.step(100.0 + QUIET_S + 20, True).ask == []
 
 

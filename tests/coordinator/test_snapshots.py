@@ -67,7 +67,7 @@ def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path:
         upto = []
         for number in range(6):
             made.round(number, *DEVICES)
-            upto.append(store.snapshots.of(made.id, made.plan, 0.0)[1])
+            upto.append(store.snapshots.load_state(made.id, made.plan, 0.0)[1])
         assert upto == [
             0,
             0,
@@ -77,7 +77,7 @@ def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path:
             56,
         ]  # 2 facts, and 9 a round: 20 and one for each of 6 boards from one to the next
         made.record(Ended("stopped"))
-        assert store.snapshots.of(made.id, made.plan, 0.0)[1] == 57
+        assert store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 57
 
 
 def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) 
     with Store(tmp_path, every=20) as made.store:
         assert taken_up(made.store, made.id, made.plan) == (made.standing, 29)
         made.round(3, *DEVICES)
-        assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 29
+        assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 29
 
 
 def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], Store]) -> None:
@@ -99,9 +99,9 @@ def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], S
     with made.store.together():
         made.record(Started(BLOB))
         made.round(0, "a")
-        assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+        assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
     made.round(1, "a")
-    assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 9
+    assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 9
 
 
 def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Callable[[], Store]) -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Ca
     made.record(Started(BLOB))
     other.append(made.id, Surveyed(0, ("z",)))
     made.round(0, "a")
-    assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+    assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
 
 def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) -> None:
@@ -119,7 +119,7 @@ def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) ->
     made.record(Started(BLOB), Surveyed(0, DEVICES))
     edited(made.store.home, "update facts set body = replace(body, 'Surveyed', 'surveyed') where seq = 2")
     made.round(0, "a")
-    assert made.store.snapshots.of(made.id, made.plan, 0.0)[1] == 0
+    assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
 
 def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run: Run) -> None:
@@ -170,20 +170,20 @@ def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCa
     """A log that was put back from an older copy: the run goes on from what that says."""
     keep = list(run.store.facts(run.id))[12][0]
     head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
-    with run.store._writing():
+    with run.store._write_transaction():
         run.store._db.execute("delete from facts where seq > ?", (keep,))
         run.store._rows.change(run.id, head=head)
     with Store(run.store.home) as store:
         standing, upto = taken_up(store, run.id, run.plan)
         assert (standing, upto) == (whole(store, run.id, run.plan), 0)
         assert (standing.facts, standing.rounds.round) == (13, 1)
-        assert store.held() == {state(0).sha256, *(blob_of(run.id, "a", 1))}
+        assert store.referenced_blobs() == {state(0).sha256, *(blob_of(run.id, "a", 1))}
     assert "the log has another fact, or none, where it ends" in caplog.text
 
 
 def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Whether a round was the last one is part of the state."""
-    assert run.store.snapshots.of(run.id, Plan(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
+    assert run.store.snapshots.load_state(run.id, Plan(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
     assert "settings have changed" in caplog.text
 
 
@@ -231,9 +231,9 @@ from fedquilt.coordinator.store_rows import encoded
 store = Store(Path(sys.argv[1]), every=-9)
 row = store.jobs()[0]
 plan = Plan.of(row.job)
-standing, upto = store.snapshots.of(row.id, plan, 7.0)
+standing, upto = store.snapshots.load_state(row.id, plan, 7.0)
 for _, _, fact in store.facts(row.id, upto):
-    standing.take(fact, apply(standing.rounds, fact, 7.0))
+    standing.apply_fact(fact, apply(standing.rounds, fact, 7.0))
 store._db.set_trace_callback(lambda said: os.kill(os.getpid(), signal.SIGKILL) if said == "commit" else None)
 store.snapshots.keep(row.id, standing)
 """
@@ -256,4 +256,4 @@ def test_the_rules_of_the_facts_are_those_that_snapshots_name() -> None:
     for _ in range(400):
         now = apply(now, any_fact(roll, "run", now), 1.0)
         seen.update(sorts.encode(now))
-    assert (seen.hexdigest()[:16], snapshots.RULES) == ("24a774d9150c8ebb", 8)
+    assert (seen.hexdigest()[:16], snapshots.RULES) == ("24a774d9150c8ebb", 9)

@@ -297,7 +297,7 @@ def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(
     assert [row.id for row in store.jobs()] == [first, second]
     other.set_status(second, "stopped")
     assert [row.status for row in store.jobs()] == ["queued", "stopped"]
-    with contextlib.suppress(ZeroDivisionError), store._writing():
+    with contextlib.suppress(ZeroDivisionError), store._write_transaction():
         store._rows.change(first, status="running")
         assert [row.status for row in store.jobs()] == ["running", "stopped"]
         raise ZeroDivisionError

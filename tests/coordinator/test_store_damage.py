@@ -30,7 +30,7 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, op
     """Whoever asks for the run of that row is told why it cannot be read; other runs are there as ever."""
     store = opened()
     run, other = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
-    with store._writing():
+    with store._write_transaction():
         store._rows.change(run, settings="{}")
     with pytest.raises(StoreError, match=f"{run} was made by another version"):
         store.job(run)
@@ -77,14 +77,14 @@ def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[],
         store.append(run, Started(BlobRef(sha256=letter * 64, size=3)))
     null = b'{"type":"Committed","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
     for run, body in ((runs[0], (null % (b"d" * 64)).decode()), (runs[1], '{"type":"Comm')):
-        with store._writing():
+        with store._write_transaction():
             store._rows.append([(run, 0.0, body)])
     rows = [log.summary(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
     assert [row["rounds"] for row in rows] == [None, None, 0]
     assert "cannot be read by this version" in log.lines(rows)[0]
     assert store.states() == {"d" * 64, "b" * 64, "c" * 64}
-    assert store.held() == store.states()
+    assert store.referenced_blobs() == store.states()
 
 
 def flipped(home: Path, find: bytes) -> None:

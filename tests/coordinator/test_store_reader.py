@@ -34,7 +34,7 @@ def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
         for act in (
             lambda: reader.set_status(row.id, "done"),
             lambda: reader.append(row.id, Ended("done")),
-            lambda: reader.remove([row.id]),
+            lambda: reader.delete_runs([row.id]),
             lambda: reader.begin(row.id),
         ):
             with pytest.raises(StoreError):

@@ -49,9 +49,9 @@ def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
 ) -> None:
     """Also where the first one is in memory, as it waited for others, and there is no room for the second."""
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
-    assert running.taking(first, None, Bounds())(first) == first
+    assert running.build_update_reader(first, None, Bounds())(first) == first
     monkeypatch.setattr(summing, "READ_BYTES", 0)
-    assert running.taking(last, None, Bounds())(last) == last
+    assert running.build_update_reader(last, None, Bounds())(last) == last
     assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
         "1.weight": {3.0},
         "1.bias": {3.0},
@@ -70,8 +70,8 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
             raise RuntimeError("halfway")
         return found
 
-    assert running.taking(one, None, Bounds())(one) == one
+    assert running.build_update_reader(one, None, Bounds())(one) == one
     monkeypatch.setattr(running._summing, "_fold", fails)
     with pytest.raises(RuntimeError, match="halfway"):
-        running.taking(other, None, Bounds())(other)
+        running.build_update_reader(other, None, Bounds())(other)
     assert set(closed(running, one)["1.bias"].tolist()) == {1.0}

@@ -136,7 +136,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
-    assert waits.replayed(started, stage.store.facts(started.id)).phase == "done"
+    assert waits.replay(started, stage.store.facts(started.id)).phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.job(started.id)]  # it pauses, though the drift is there
     stage.restart()
@@ -212,10 +212,10 @@ def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
     """`ls` is another process than the coordinator, and reads what is kept of boards."""
     noted, now = Boards(stage.store.home), time.time()
     for name, drift in (("a", 0.9), ("b", 0.1), ("c", 0.1)):
-        noted.heard((name, wire.Presence(online=True, boot="1")), 0.0)
-        noted.heard((name, wire.Telemetry(drift=drift)), 0.0)
+        noted.record_message((name, wire.Presence(online=True, boot="1")), 0.0)
+        noted.record_message((name, wire.Telemetry(drift=drift)), 0.0)
     noted.close()
     row = stage.store.job(stage.job)
-    told = waits.of(row, stage.store)
+    told = waits.describe_wait(row, stage.store)
     assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
     assert triggers.waits(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

@@ -12,6 +12,7 @@ from by_hand import NETWORK, Stage, ones
 from fedquilt import bundle, compression, tensors
 from fedquilt.coordinator import unreadable
 from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
+from fedquilt.coordinator.holds import Hold
 from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.worker import Here
 from fedquilt.core import Encoding, JobError, Method
@@ -165,7 +166,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     stage.play()
     (answered,) = stage.told(Answered)
     sha256 = answered.update.bundles["model"].sha256
-    stage.store.depot.file(sha256)  # a file of its own
+    stage.store.depot.verified_path(sha256)  # a file of its own
     stage.disk = bad = Bad(sha256)
     stage.restart()
     stage.play()
@@ -233,7 +234,7 @@ def apart(stage: Stage) -> str:
     files = {"model": tensors.encode(ones(7.0))}
     bundle.write(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
     job = stage.store.job(id).job
-    stage.store.remove([id])
+    stage.store.delete_runs([id])
     return stage.store.add(job, stage.folder / "apart")
 
 
@@ -294,7 +295,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     stage.play()
     (task,) = [task for task in a.tasks if task]
     base = task.bundles["model"].sha256
-    stage.store.depot.file(base)  # a file of its own
+    stage.store.depot.verified_path(base)  # a file of its own
     stage.disk = bad = Bad(base, left=0)
     bad.but = tmp_path / "bundle" / "blobs"
     stage.restart()
@@ -325,10 +326,38 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
 
 def test_failures_of_different_days_do_not_add_up() -> None:
     waiting, day_s = unreadable.Waiting(), 86_400.0
-    assert all(waiting.failed("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
+    assert all(waiting.record_failure("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
     again = 3 * day_s * unreadable.TRIES
-    tried = [waiting.failed("job", "a state", again + number) for number in range(unreadable.TRIES)]
+    tried = [
+        waiting.record_failure("job", "a state", again + number * unreadable.AGAIN_S)
+        for number in range(unreadable.TRIES)
+    ]
     assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
+
+
+def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    hold = Hold(1.0, 2.0, "a state", "a state", 2)
+    stage.store.holds.note(stage.job, hold)
+    assert stage.store.holds.of(stage.job) == hold
+    stage.store.begin(stage.job)
+    assert stage.store.holds.of(stage.job) is None
+    assert stage.store.holds.last(stage.job) == hold
+    stage.store.close()
+
+
+@pytest.mark.parametrize(("lives", "life_s", "status"), [(7, 12.0, "failed"), (7, 1.0, "running")])
+def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_not_faster_than_30_s_each(
+    tmp_path: Path, lives: int, life_s: float, status: str
+) -> None:
+    stage = Stage(tmp_path, rounds=2)
+    stage.disk = Bad(second_round(stage))
+    stage.disk.wall_s = lambda: 1e9 + stage.broker.now_s  # type: ignore[method-assign]
+    for _ in range(lives):
+        stage.restart()
+        stage.play(life_s)
+    assert stage.store.status(stage.job) == status
+    stage.store.close()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])

@@ -62,8 +62,8 @@ def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_a
     def item() -> bool:
         return depot.has(found) and depot.put(b"stored") == stored and gate.wait(60)
 
-    stage.server._desk.start(item, lambda result, now_s: None)
-    until(lambda: depot.pinned() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
+    stage.server._desk.start_work(item, lambda result, now_s: None)
+    until(lambda: depot.pinned_blobs() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
     stage.hand("a")
     stage.play()
     assert [depot.has(ref) for ref in (left, found, stored)] == [False, True, True]
@@ -71,7 +71,7 @@ def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_a
     while not worker.idle:
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
-    stage.server._desk.garbage.add_all()
+    stage.server._desk.garbage.add_all_blobs()
     stage.play()
     assert [depot.has(ref) for ref in (left, found, stored)] == [False, False, False]
     worker.close()

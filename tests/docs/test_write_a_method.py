@@ -18,7 +18,7 @@ from fedquilt.core import Method
 from fedquilt.edge_agent import devices, settings
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing import conformance
-from fedquilt.testing.toys import learners, play, to_train
+from fedquilt.testing.toys import learners, play, toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -50,7 +50,7 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox: Metho
     code = (folder / "prox.py").read_text().split('"""')[2]
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
     runs = [
-        play("fedprox", to_train(), learners(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method)
+        play("fedprox", toy_bundle(), learners(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method)
         for method in (prox, methods.load("fedprox"))
     ]
     for mine, ours in zip(*runs, strict=True):

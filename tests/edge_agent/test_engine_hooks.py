@@ -24,6 +24,7 @@ from engine_cases import (
 from fedquilt import tensors
 from fedquilt.core import Examples, Fit, Hooks, ModelError, Step, UpdateError
 from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.evaluation import metrics_of
 
 
 def changed(engine, hooks: Hooks, fit: Fit = Fit(epochs=2, batch=8), budget: int = AMPLE, **more):
@@ -246,7 +247,7 @@ def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
     full, _ = engine.train(CNN, start, pictures(), fit, tensors.rng(0))
     assert not same_bits(mixed, full)
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in mixed.values())
-    assert engine.evaluate(CNN, mixed, pictures())["accuracy"] == 1.0
+    assert metrics_of(engine.evaluate(CNN, mixed, pictures()))["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -297,10 +298,10 @@ def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatc
 
     last, turned = trained()
     assert turned or torch.cuda.is_available()
-    scored = engine.evaluate(CNN, last, pictures())
+    scored = metrics_of(engine.evaluate(CNN, last, pictures()))
     monkeypatch.setattr(torch_engine, "WIDE", 1)
     first, turned = trained()
     assert not turned
-    assert engine.evaluate(CNN, last, pictures()) == pytest.approx(scored, rel=1e-5)
+    assert metrics_of(engine.evaluate(CNN, last, pictures())) == pytest.approx(scored, rel=1e-5)
     for name, array in first.items():
         np.testing.assert_allclose(last[name], array, rtol=1e-5, atol=1e-5)

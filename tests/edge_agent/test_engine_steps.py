@@ -25,6 +25,7 @@ from engine_cases import (
 from fedquilt import methods, tensors
 from fedquilt.core import Examples, Fit, Hooks, ModelError, Site, Step, Task, Work
 from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.evaluation import metrics_of
 
 
 # -- one step, by hand ----------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_numpy_and_torch_agree(fit: Fit):
     assert close(ours, theirs)
     assert not close(ours, start)
     assert our_metrics == pytest.approx(their_metrics, abs=1e-5)
-    evaluated = [engine(AMPLE).evaluate(MLP, ours, examples) for engine in (numpy_one, torch_one)]
+    evaluated = [metrics_of(engine(AMPLE).evaluate(MLP, ours, examples)) for engine in (numpy_one, torch_one)]
     assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
 
 
@@ -137,7 +138,7 @@ def test_micro_batches_take_the_same_steps(engine):
     assert close(whole, single, 1e-6)
     assert not same_bits(whole, single), "the tight budget changed nothing: this test compared nothing"
     assert metrics == pytest.approx(same_metrics, abs=1e-6)
-    evaluated = [engine(budget).evaluate(MLP, whole, examples) for budget in (AMPLE, TIGHT)]
+    evaluated = [metrics_of(engine(budget).evaluate(MLP, whole, examples)) for budget in (AMPLE, TIGHT)]
     assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-6)
 
 

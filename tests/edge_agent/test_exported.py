@@ -14,7 +14,7 @@ from fedquilt.edge_agent.engines import exported
 
 def test_what_export_writes_is_read() -> None:
     facts = {"input": json.dumps({"channels": 1, "size": 4}), "labels": json.dumps(["day", "night"])}
-    found = exported.read(facts)
+    found = exported.read_metadata(facts)
     assert (found.labels, found.task) == (("day", "night"), "classes")
     assert found.prepared(np.zeros((2, 4, 4), np.uint8)).shape == (2, 1, 4, 4)
 
@@ -41,10 +41,10 @@ def test_what_export_writes_is_read() -> None:
 def test_anything_else_is_refused(name: str, table: Any) -> None:
     """Metadata that nobody can use are refused when read, not when the first examples are prepared."""
     with pytest.raises(ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt export` writes it"):
-        exported.read({name: json.dumps(table)})
+        exported.read_metadata({name: json.dumps(table)})
 
 
 def test_what_prepare_has_computed_to_standardise_is_read() -> None:
     """An [input] table may hold `standardise` beside the mean and the deviation that came of it."""
     table = {"mean": [0.5], "std": [0.25], "standardise": True}
-    assert exported.read({"input": json.dumps(table)}).input == table
+    assert exported.read_metadata({"input": json.dumps(table)}).input == table

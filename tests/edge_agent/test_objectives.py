@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.core import DataError, Examples, Fit, UpdateError
+from fedquilt import evaluation
+from fedquilt.core import DataError, Examples, Fit, TaskKind, UpdateError
 from fedquilt.edge_agent.engines import numpy_engine, objectives
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.metrics import TaskKind
 
 AMPLE = 1 << 40
 
@@ -39,15 +39,16 @@ def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
     assert losses.tolist() == [1.0, 2.0]
     assert gradient.tolist() == [[1.0, -1.0], [0.0, 2.0]]
     found.add(scores, y, float(losses.sum()))
-    told = found.metrics()
-    assert told == {"examples": 2.0, "rmse": math.sqrt(1.5), "mae": 1.0, "r2": pytest.approx(0.5), "loss": 1.5}
+    told = evaluation.metrics_of(found.sums())
+    assert told == {"rmse": math.sqrt(1.5), "mae": 1.0, "r2": pytest.approx(0.5), "loss": 1.5}
 
 
 def test_what_never_varies_has_no_share_explained() -> None:
     """R² is of the second output alone; of none where neither varies."""
-    found = objectives._regression(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array([[5.0, 1.0], [5.0, 2.0]]))
-    assert found["r2"] == 1.0
-    assert "r2" not in objectives._regression(np.zeros((2, 1)), np.ones((2, 1)))
+    for y, wanted in ([[5.0, 1.0], [5.0, 2.0]], 1.0), ([[5.0, 1.0], [5.0, 1.0]], None):
+        found = objectives.Evaluation("regression")
+        found.add(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array(y, np.float32), 1.0)
+        assert evaluation.metrics_of(found.sums()).get("r2") == wanted
 
 
 def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
@@ -61,7 +62,7 @@ def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
     share = 1 / (1 + math.exp(-1))
     assert gradient[1].tolist() == pytest.approx([(1 - share) / 3, share / 3, (1 - share) / 3])
     found.add(scores, y, float(losses.sum()))
-    told = found.metrics()
+    told = evaluation.metrics_of(found.sums())
     assert told["label_accuracy"] == pytest.approx(5 / 6)
     assert told["exact_match"] == 0.5
     assert told["macro_f1"] == pytest.approx((1 + 2 / 3) / 2)
@@ -78,10 +79,10 @@ def test_large_scores_overflow_nothing() -> None:
 def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> None:
     """As for classes."""
     found = objectives.Evaluation("regression")
-    assert found.metrics() == {"examples": 0.0}
+    assert evaluation.metrics_of(found.sums()) == {}
     found.add(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
     with pytest.raises(UpdateError, match="1 held-out examples is nan: it is of no use"):
-        found.metrics()
+        found.sums()
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,12 @@ def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) ->
             np.testing.assert_allclose(theirs[name], array, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(stacked[name], array, rtol=1e-4, atol=1e-5)
         assert said["loss"] == pytest.approx(told["loss"], rel=1e-4)
-        before, after = (plain.evaluate(network, model, share) for model in (start, ours))
+        before, after, other = (
+            evaluation.metrics_of(each.evaluate(network, model, share))
+            for each, model in ((plain, start), (plain, ours), (engine, ours))
+        )
         assert after["loss"] < before["loss"]
-        assert engine.evaluate(network, ours, share) == pytest.approx(after, rel=1e-4)
+        assert other == pytest.approx(after, rel=1e-4)
 
 
 @pytest.mark.parametrize("task", ["regression", "labels"])

@@ -6,11 +6,13 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import made_graphs
 import numpy as np
 import pytest
 
-from fedquilt.core import MemoryBudgetError, ModelError
+from fedquilt.core import DataError, MemoryBudgetError, ModelError
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -191,3 +193,43 @@ def test_with_plenty_of_room_freed_memory_is_kept_until_the_room_is_needed(budge
     kept, beside, after = (float(word) for word in done.stdout.split())
     assert min(kept, beside) > 0.9 if stays else max(kept, beside) < 0.1
     assert after < 0.1
+
+
+# -- graphs of other exporters ------------------------------------------------------------------------
+
+
+def written(folder: Path, made: Any) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(made.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("kind", [made_graphs.INT32, made_graphs.INT64, made_graphs.HALF])
+def test_inputs_are_cast_to_the_type_that_the_graph_takes(tmp_path: Path, kind: int) -> None:
+    """Bytes of a file as int32, tokens as int64, images in half precision: the sum of 0 to 5 is 15."""
+    engine = OnnxEngine(100 * MB, base_bytes=0)
+    found = engine.run(written(tmp_path, made_graphs.product(kind=kind)), np.arange(12, dtype=np.float32).reshape(2, 6))
+    np.testing.assert_array_equal(found, [[15] * 3, [51] * 3])
+
+
+@pytest.mark.parametrize("odd", [0.5, 2.0**31, np.nan])
+def test_numbers_that_are_not_whole_are_not_cut(tmp_path: Path, odd: float) -> None:
+    """Pixels between 0 and 1 would all become 0, and the model would answer."""
+    engine = OnnxEngine(100 * MB, base_bytes=0)
+    x = np.full((1, 6), odd, np.float32)
+    with pytest.raises(DataError, match="the network takes int32, and the data here are not whole numbers"):
+        engine.run(written(tmp_path, made_graphs.product(kind=made_graphs.INT32)), x)
+
+
+@pytest.mark.parametrize(
+    ("to", "declared"), [(made_graphs.HALF, ("n", 3)), (made_graphs.INT64, None), (made_graphs.FLOAT, None)]
+)
+def test_answers_are_float32_whatever_the_graph_declares(
+    tmp_path: Path, to: int, declared: tuple[object, ...] | None
+) -> None:
+    """Another type, and no declared shape."""
+    made = made_graphs.product(output=made_graphs.value("z", declared, to))
+    made.graph.node.append(onnx.helper.make_node("Cast", ["y"], ["z"], to=to))
+    found = OnnxEngine(100 * MB, base_bytes=0).run(written(tmp_path, made), np.ones((5, 6), np.float32))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.full((5, 3), 6))

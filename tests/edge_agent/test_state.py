@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,7 @@ def commit(local: Local, update: Update) -> bool:
     left = local.home / "task/out" / PRIVATE
     payload = left.read_bytes() if left.exists() else None
     ref = None if payload is None else BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    return local.commit(update, private=ref)
+    return local.commit_update(update, private=ref)
 
 
 def state_of(local: Local, job: str = "j-1", counted: int | None = 3) -> float | None:
@@ -52,7 +53,7 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
     update = worked(local, private=1.0)
     assert commit(local, update)
     again = Local(tmp_path)
-    assert again.recover() == ({KEY: (update, True)}, {})
+    assert again.load_outbox() == ({KEY: (update, True)}, {})
     assert again.depot.has(update.bundles["model"])
     assert not (tmp_path / "scratch").exists()
 
@@ -66,7 +67,7 @@ def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_
     for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
         local.depot.put_file(tmp_path / "task/out" / name.sha256, name)
     again = Local(tmp_path)
-    assert again.recover() == ({}, {"j-1": Counted(2)})
+    assert again.load_outbox() == ({}, {"j-1": Counted(2)})
     assert state_of(again, counted=2) == 1.0
 
 
@@ -76,11 +77,11 @@ def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) ->
     commit(local, worked(local, private=1.0))
     assert state_of(local) is None
     local.settle(KEY, False, {})
-    assert Local(tmp_path).recover() == ({}, {})
+    assert Local(tmp_path).load_outbox() == ({}, {})
     assert state_of(local) is None
     commit(local, worked(local, private=1.0))
     local.settle(KEY, True, {"j-1": Counted(3)})
-    assert Local(tmp_path).recover() == ({}, {"j-1": Counted(3)})
+    assert Local(tmp_path).load_outbox() == ({}, {"j-1": Counted(3)})
     assert state_of(local) == 1.0
 
 
@@ -92,7 +93,7 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
     (left,) = (tmp_path / "outbox/j-1@3").glob("*.private")
     os.replace(left, tmp_path / f"private/j-1@3.{left.stem}")
     again = Local(tmp_path)
-    assert again.recover() == ({KEY: (update, True)}, {})
+    assert again.load_outbox() == ({KEY: (update, True)}, {})
     again.settle(KEY, True, {"j-1": Counted(3)})
     assert state_of(again) == 1.0
 
@@ -113,7 +114,7 @@ def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_ans
     waiting, counted = ({KEY: None}, {})
     if restarted:
         local = Local(tmp_path)
-        waiting, counted = local.recover()
+        waiting, counted = local.load_outbox()
     local.settle(("k-1", 3), True, {**counted, "k-1": Counted(3)})
     if KEY in waiting:
         local.settle(KEY, True, {"k-1": Counted(3), "j-1": Counted(3)})
@@ -131,7 +132,7 @@ def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path
     commit(local, worked(local))
     (tmp_path / "counted.json").write_text('{"j-1": 3}')
     again = Local(tmp_path)
-    assert again.recover() == ({}, {"j-1": Counted(3)})
+    assert again.load_outbox() == ({}, {"j-1": Counted(3)})
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
@@ -140,7 +141,7 @@ def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> N
     local = Local(tmp_path)
     commit(local, worked(local, private=1.0))
     (tmp_path / "outbox/j-1@3" / UPDATE).unlink()
-    assert Local(tmp_path).recover() == ({}, {})
+    assert Local(tmp_path).load_outbox() == ({}, {})
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
@@ -153,7 +154,7 @@ def test_a_damaged_entry_is_worked_for_again(tmp_path: Path, place: int) -> None
     payload = bytearray(path.read_bytes())
     payload[place] ^= 1
     path.write_bytes(payload)
-    assert Local(tmp_path).recover() == ({}, {})
+    assert Local(tmp_path).load_outbox() == ({}, {})
 
 
 def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> No
     update = worked(local)
     commit(local, update)
     local.depot.drop(update.bundles["model"].sha256)
-    assert Local(tmp_path).recover() == ({}, {})
+    assert Local(tmp_path).load_outbox() == ({}, {})
 
 
 def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
@@ -177,7 +178,7 @@ def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
         whole = file.read_bytes()
         file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
         again = Local(tmp_path)
-        assert again.recover() == ({}, {"j-1": Counted(3)})
+        assert again.load_outbox() == ({}, {"j-1": Counted(3)})
         assert state_of(again) == 1.0
         file.write_bytes(whole)
     assert f"{file} is damaged" in caplog.text
@@ -189,7 +190,7 @@ def test_a_home_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     write_tensors(tmp_path / "private/j-1.safetensors", {"c": np.array([1.0])})
     (tmp_path / "counted.json").write_text('{"j-1":3,"other":5}')
     local = Local(tmp_path)
-    assert local.recover() == ({}, {"j-1": Counted(3), "other": Counted(5)})
+    assert local.load_outbox() == ({}, {"j-1": Counted(3), "other": Counted(5)})
     assert state_of(local) == 1.0
     assert local.private("other", 5) == Private()
 
@@ -202,7 +203,7 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
         counted["j-1"] = Counted(round)
         local.settle(("j-1", round), True, counted)
     for now in (local, Local(tmp_path)):
-        now.recover()
+        now.load_outbox()
         assert [state_of(now, counted=last) for last in (4, 3, 2)] == [4.0, 2.0, 2.0]
         for last in (None, 0, 1, 5):
             found = now.private("j-1", last)
@@ -215,7 +216,7 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
 def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(tmp_path: Path) -> None:
     """Once a round counts that the copy has asked for, those of later rounds are nobody's; the one before stays."""
     local = Local(tmp_path)
-    local.recover()
+    local.load_outbox()
     for round, epoch, private in ((1, 1, 1.0), (2, 1, 2.0), (2, 2, 2.5)):
         commit(local, worked(local, private=private, round=round))
         local.settle(("j-1", round), True, {"j-1": Counted(round, epoch)})
@@ -229,7 +230,7 @@ def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(t
 def test_private_state_counts_after_a_round_that_left_none(tmp_path: Path) -> None:
     """An evaluation leaves no private state, and the one from before it is the one to work from."""
     local = Local(tmp_path)
-    local.recover()
+    local.load_outbox()
     commit(local, worked(local, private=1.0))
     local.settle(KEY, True, {"j-1": Counted(3)})
     commit(local, worked(local, round=4))
@@ -253,7 +254,7 @@ def test_a_commit_replaces_what_an_earlier_one_of_the_same_round_left(tmp_path: 
     commit(local, worked(local, private=1.0))
     update = worked(local)
     assert not commit(local, update)
-    assert Local(tmp_path).recover() == ({KEY: (update, False)}, {})
+    assert Local(tmp_path).load_outbox() == ({KEY: (update, False)}, {})
 
 
 def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Pat
             local,
             Update(job="j-1", round=3, attempt=0, device="d", weight=1.0, bundles=huge, metrics={}, usage=Usage()),
         )
-    assert Local(tmp_path).recover() == ({}, {})
+    assert Local(tmp_path).load_outbox() == ({}, {})
 
 
 def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: Path) -> None:
@@ -279,6 +280,48 @@ def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: P
     local.used([refs[1]])
     local.make_room(100, 300, needed={refs[0].sha256})
     assert [local.depot.has(ref) for ref in refs] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("idle", "left"), [(True, [False, True, False, True]), (False, [True, True, True, False])])
+def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: bool, left: list[bool]) -> None:
+    """Three caches and a blob of 1 MB each, 3.6 MB are the most and 1 MB is to come: the two longest unused go.
+
+    While a task runs, its caches stay, whatever their age.
+    """
+    local = Local(tmp_path)
+    outside = tmp_path.with_name("outside")
+    outside.write_bytes(bytes(10**7))
+    blob = tmp_path / "blobs" / local.depot.put(bytes(10**6)).sha256
+    places = [tmp_path / "task/libraries/nv", tmp_path / "task/cache/j@b", tmp_path / "check/tmp/leftover", blob]
+    for age, place in zip((1000, 3000, 2000, 4000), places, strict=True):
+        if place != blob:
+            (place / "inner").mkdir(parents=True)
+            (place / "inner/file").write_bytes(bytes(10**6))
+            (place / "link").symlink_to(outside)
+        for each in (*place.rglob("*"), place):
+            os.utime(each, (age, age), follow_symlinks=False)
+    local.make_room(10**6, 3_600_000, needed=(), idle=idle)
+    assert [place.exists() for place in places] == left
+    assert outside.stat().st_size == 10**7
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
+    request: pytest.FixtureRequest, tmp_path: Path, idle: bool
+) -> None:
+    local = Local(tmp_path)
+    ref = local.depot.put(bytes(1000))
+    request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
+    (tmp_path / "task/libraries/deep").mkdir(parents=True)
+    inner = os.open(tmp_path / "task/libraries/deep", os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=inner)
+        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(inner)
+    local.make_room(1000, 10**6, needed=(), idle=idle)
+    assert (tmp_path / "task/libraries/deep").exists() is not idle
+    assert local.depot.has(ref)
 
 
 def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
@@ -334,13 +377,13 @@ def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -
 
 def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a task leaves is found by the job's next one, also after a restart of the agent; nothing else stays."""
-    (Local(tmp_path).cache("a") / "kept").write_bytes(b"x")
-    assert (Local(tmp_path).cache("a") / "kept").exists()
-    assert not list(Local(tmp_path).cache("b").iterdir())
+    (Local(tmp_path).cache_folder("a") / "kept").write_bytes(b"x")
+    assert (Local(tmp_path).cache_folder("a") / "kept").exists()
+    assert not list(Local(tmp_path).cache_folder("b").iterdir())
     assert [path.name.partition("@")[0] for path in tmp_path.glob("task/cache/*")] == ["b"]
-    (Local(tmp_path).cache("b") / "kept").write_bytes(b"x")
+    (Local(tmp_path).cache_folder("b") / "kept").write_bytes(b"x")
     monkeypatch.setattr("fedquilt.edge_agent.state._boot", lambda: "another")
-    assert not list(Local(tmp_path).cache("b").iterdir())
+    assert not list(Local(tmp_path).cache_folder("b").iterdir())
     assert [path.name for path in tmp_path.glob("task/cache/*")] == ["b@another"]
 
 

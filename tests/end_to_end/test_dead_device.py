@@ -22,6 +22,13 @@ from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
 from fedquilt.coordinator.views import devices
 
 DEVICES = 3
+IMPATIENT = """
+import sys
+from fedquilt import cli
+from fedquilt.coordinator import silence
+silence.QUIET_S, silence.AGAIN_S = 3.0, 1.0  # instead of a minute
+sys.exit(cli.main())
+"""
 
 
 class Fleet:
@@ -40,7 +47,7 @@ class Fleet:
             path.write_text(config.text({**table, "home": str(self.folder / table["device"]), "broker": broker}))
             self.processes.start(table["device"], self.folder / "agents.log", "agent", str(path))
         run = ("run", str(self.folder / "job.toml"), "--home", str(self.home), "--broker", url)
-        self.processes.start("run", self.folder / "run.log", *run)
+        self.processes.python("run", self.folder / "run.log", "-c", IMPATIENT, *run)
         return tables
 
     def suspend(self) -> str:

@@ -75,7 +75,7 @@ class Listener:
 
 
 def metrics(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
-    place = stack.enter_context(open_metrics.served("127.0.0.1:0", lambda: HEAVY, connections))
+    place = stack.enter_context(open_metrics.serve_metrics("127.0.0.1:0", lambda: HEAVY, connections))
     request = "GET /metrics{} HTTP/1.1\nHost: x\n\n"
     return Listener(int(re.findall(r":(\d+)/", place)[0]), request.format("?name[]=none"), request.format(""))
 

@@ -19,6 +19,7 @@ from ordinary import User
 from fedquilt import config
 from fedquilt.coordinator.facts import Committed
 from fedquilt.coordinator.store import Store
+from fedquilt.evaluation import main_value
 from fedquilt.tools.broker import EmbeddedBroker
 
 pytest.importorskip("torch")
@@ -73,7 +74,14 @@ def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
     assert len((sites.EXAMPLE / "outside_fl.py").read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("names", [NAMES, CODE, NETWORK], ids=["entry points", "module:name", "network alone"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(NAMES, id="entry points"),
+        pytest.param(CODE, id="module:name", marks=pytest.mark.nightly),
+        pytest.param(NETWORK, id="network alone"),
+    ],
+)
 def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, str]) -> None:
     """On virtual time and as compared methods; as module:name nothing is installed, the file lies in the folder."""
     site = sites.example(tmp_path / "site")
@@ -86,7 +94,7 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
     fedquilt(tmp_path, site, "fleet", "job.toml", "--link", "memory", "--home", "runs")
     rounds = committed(tmp_path / "runs")
     assert len(rounds) == 4  # the last one evaluates
-    assert rounds[-1].metrics["check.accuracy"] > rounds[0].metrics["check.accuracy"]
+    assert main_value(rounds[-1].evaluation) > main_value(rounds[0].evaluation)
     words = ("compare", "job.toml", "--methods", names["method"], "fedprox", "--seeds", "0", "--workers", "1")
     said = fedquilt(tmp_path, site, *words)
     assert names["method"] in said

@@ -19,6 +19,7 @@ from fedquilt.coordinator.facts import Answered
 from fedquilt.coordinator.rollouts import Plan, Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.evaluation import main_value
 from fedquilt.tools import simulation
 from fedquilt.tools.artefacts import export
 from fedquilt.transport import link as links
@@ -57,7 +58,7 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
     link = MqttLink(Broker.parse(federation.broker), "fedquilt-coordinator-fleet")
     end_s, left = time.monotonic() + LIMIT_S, [killed] if killed else []
     with Store(home) as store:
-        id = requests.deploy(store, Plan("model", run, **SHARES), export.graph(store, run)[0])
+        id = requests.queue_rollout(store, Plan("model", run, **SHARES), export.graph(store, run)[0])
         assert store.lock()
 
         def done() -> bool:
@@ -103,11 +104,10 @@ def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, u
                 if array.dtype.kind == "f":
                     assert np.array_equal(held[name], array), (method, device, name)
             told = [
-                fact.update.metrics["check.accuracy"]
+                main_value(fact.update.evaluation)
                 for fact in facts(home, run)
-                if isinstance(fact, Answered)
-                and fact.update.device == device
-                and "check.accuracy" in fact.update.metrics
+                if isinstance(fact, Answered) and fact.update.device == device
+                if fact.update.evaluation is not None and fact.update.evaluation.examples
             ]
             assert state.heard[device].metrics["accuracy"] == pytest.approx(told[-1], abs=1e-6), (method, device)
             made.add(path.read_bytes())

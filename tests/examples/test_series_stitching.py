@@ -32,7 +32,7 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     folder = tmp_path / EXAMPLE.name
     runpy.run_path(str(folder / "make.py"), run_name="__main__")
     job = settings.load(folder / "job.toml")
-    made = prepare.whole(job, tmp_path / "bundle")
+    made = prepare.prepare_and_check(job, tmp_path / "bundle")
     test = evaluate.test_set(job)
     engine = onnx_engine.OnnxEngine(1 << 30)
     members, _ = single_run.shares(job, tmp_path / "bundle")
@@ -40,7 +40,7 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     stock, found = stitched.stock(made.meta), fedstitch.METHOD.result(last)
     assert {len(block.out_shape) for block in stock.blocks.values() if block.kind != "end"} == {2}
     files = {name: tmp_path / "bundle" / "blobs" / ref.sha256 for name, ref in made.files.items()}
-    (tmp_path / "net.onnx").write_bytes(export_onnx.stitched(found.meta, found.tensors, stock.blocks, files))
+    (tmp_path / "net.onnx").write_bytes(export_onnx.export_stitched(found.meta, found.tensors, stock.blocks, files))
     np.savez(tmp_path / "test.npz", x=test.x, y=test.y)
     right = accuracy(run_model(tmp_path / "net.onnx", tmp_path / "test.npz"))
     assert right is not None

@@ -20,12 +20,12 @@ class Places:
 
     def enter(self, address: str, name: str = "", descriptor: int = 3) -> Connection | None:
         self.now_s += 1.0
-        return self.open.enter(address, descriptor, lambda: self.closed.append(name or address))
+        return self.open.add_connection(address, descriptor, lambda: self.closed.append(name or address))
 
     def work(self, address: str, name: str = "") -> Connection:
         entry = self.enter(address, name)
         assert entry is not None
-        self.open.begin(entry)
+        self.open.begin_request(entry)
         return entry
 
 
@@ -68,8 +68,8 @@ def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places: 
     """Whatever addresses come."""
     for number in range(4):
         entry = places.work(f"10.0.{number // 2}.1")
-        assert places.open.assign(entry, "device", most=3) is (number < 3)
-    places.open.assign(entry, "other device", most=3)
+        assert places.open.assign_owner(entry, "device", most=3) is (number < 3)
+    places.open.assign_owner(entry, "other device", most=3)
     assert places.enter("10.0.9.9") is None
     assert places.closed == []
 
@@ -81,10 +81,10 @@ def test_each_state_of_a_connection_has_a_deadline(places: Places) -> None:
     assert works
     assert waits
     assert gone
-    places.open.begin(works)
-    places.open.leave(gone)
+    places.open.begin_request(works)
+    places.open.remove_connection(gone)
     places.now_s = 9.0
-    places.open.wait(waits)
+    places.open.await_request(waits)
     places.now_s = 12.0
     places.open.close_late()
     assert places.closed == ["a"]

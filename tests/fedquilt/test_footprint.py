@@ -13,6 +13,7 @@ import pytest
 
 from fedquilt import footprint
 from fedquilt.footprint import Trained
+from fedquilt.testing import toys
 
 
 def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
@@ -107,11 +108,6 @@ def test_convolutions_are_compiled_once_and_each() -> None:
     assert ten - one == 9 * footprint.KERNEL_BYTES
 
 
-def test_convolutions_along_time_are_compiled_too_and_learned_places_are_not() -> None:
-    """A conv1d was predicted at 0.65 of its peak: three axes were not counted."""
-    assert footprint.convolutions([(16, 6, 5), (1, 128, 64), (64, 3, 4, 4), (10, 64), (64,)]) == 2
-
-
 def test_each_unusual_operation_of_the_backward_pass_adds_its_pages() -> None:
     """A transformer's first step reads more of torch's libraries than that of linear layers, however small it is."""
     torch = pytest.importorskip("torch")
@@ -154,14 +150,14 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: 
     from fedquilt.methods import fedavg
     from fedquilt.models.networks import registry
 
-    model = {
-        name: value.numpy()
-        for name, value in registry.build({"name": "residual", "channels": 1, "classes": 2}).state_dict().items()
-    }
+    network = {"name": "residual", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 8}}
+    model = {name: value.numpy() for name, value in registry.build(network).state_dict().items()}
+    network |= toys.register_entry(network)
     table = {"batch": 16, "epochs": 1}
     moves = None if moved is None else {name: model[name] for name in moved}
     peaks = [
-        fedavg.order(fedavg.State(table, {}, model, 1.0, each), {}, moved=moves).work.peak_bytes for each in (0, 1000)
+        fedavg.training_order(fedavg.State(table, network, model, 1.0, each), {}, moved=moves).work.peak_bytes
+        for each in (0, 1000)
     ]
     assert peaks[1] - peaks[0] == examples * 1000
 
@@ -192,10 +188,11 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
     from fedquilt.methods import fedavg
     from fedquilt.models.networks import registry
 
-    network = {"name": "torchvision/resnet18", "classes": 10}
+    network = {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}}
     model = registry.build(network)
+    network |= toys.register_entry(network)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     trained, _ = footprint.weigh(model, torch.zeros(2, 3, 32, 32))
     state = fedavg.State({"batch": 32, "epochs": 1}, network, weights, 1.0, footprint.least_bytes(trained))
     (default,) = Fleet().budgets
-    assert budget.shortage("torch", fedavg.order(state, {}).work, size_bytes(default), None, {}) is None
+    assert budget.memory_shortage("torch", fedavg.training_order(state, {}).work, size_bytes(default), None, {}) is None

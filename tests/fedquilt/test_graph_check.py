@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import made_graphs
 import numpy as np
 import pytest
 
@@ -108,10 +109,17 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "a scan": (lambda: model(node("Scan", "x", body=subgraph(node("Relu")), num_scan_inputs=1)), "operator 'Scan'"),
     "random numbers": (lambda: model(node("RandomNormal", shape=[9])), "the operator 'RandomNormal'"),
     "an unknown operator": (lambda: model(node("Nonsense")), "the operator 'Nonsense'"),
-    "a custom domain": (lambda: model(node("Relu"), opsets=(("", 17), ("evil", 1))), "domain 'evil'"),
-    "an operator of it": (lambda: model(node("Relu", domain="evil")), "'evil.Relu'"),
+    "a custom domain": (lambda: model(node("Relu", domain="evil"), opsets=(("", 17), ("evil", 1))), "'evil.Relu'"),
+    "it is not imported": (lambda: model(node("Relu", domain="evil")), "'evil.Relu'"),
+    "in a branch": (
+        lambda: model(
+            node("If", "c", then_branch=subgraph(node("Relu", domain="evil")), else_branch=subgraph(node("Relu"))),
+            opsets=(("", 17), ("evil", 1)),
+        ),
+        "'evil.Relu'",
+    ),
     "the runtime's own": (lambda: model(node("Inverse", domain="com.microsoft")), "'com.microsoft.Inverse'"),
-    "functions": (with_function, "field 25"),
+    "functions": (with_function, "the model has functions: inline them"),
     "a graph in Relu": (lambda: model(node("Relu", body=subgraph(node("Relu")))), "Relu holds a graph"),
     "deep nesting": (lambda: model(nested(5)), "5 deep"),
     "data cut short": (lambda: model(node("Relu"), tensors=(short_data(),)), "has 4 bytes, not 4000"),
@@ -120,7 +128,9 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "sizes that wrap": (lambda: model(node("Relu"), tensors=(claiming([1 << 32, 1 << 32]),)), "elements"),
     "a negative size": (lambda: model(node("Relu"), tensors=(claiming([-1]),)), "negative size"),
     "many axes": (lambda: model(node("Relu"), tensors=(claiming([1] * 17),)), "more than 16 numbers"),
-    "texts": (lambda: model(node("Relu"), tensors=(helper.make_tensor("w", 8, [1], [b"x"]),)), "field 6"),
+    "texts": (lambda: model(node("Relu"), tensors=(helper.make_tensor("w", 8, [1], [b"x"]),)), "has string_data"),
+    "a sequence": (lambda: with_input(helper.make_tensor_sequence_value_info("x", 1, [4])), "has sequence_type"),
+    "no examples": (lambda: with_input(made_graphs.value("x", ())), "single number"),
     "a bomb": (lambda: model(node("ConstantOfShape", "s"), tensors=(constant("s", 1 << 20, 1 << 20),)), "1.1e+12"),
     "a bomb by Expand": (lambda: model(node("Expand", "x", "s"), tensors=(constant("s", 1 << 40, 4),)), "Expand"),
     "a bomb by Tile": (lambda: model(node("Tile", "x", "s"), tensors=(constant("s", 1 << 40, 1),)), "Tile"),
@@ -152,6 +162,12 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "no graph": (lambda: onnx.ModelProto(ir_version=8, opset_import=[helper.make_opsetid("", 17)]), "no graph"),
     "noise": (lambda: b"not a graph", "no ONNX file"),
 }
+
+
+def with_input(declared: Any) -> Any:
+    made = model(node("Relu"))
+    made.graph.input[0].CopyFrom(declared)
+    return made
 
 
 def with_metadata(said: str) -> Any:
@@ -207,6 +223,80 @@ def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
     found = graph_check.of_file(stored(tmp_path, made))
     assert (found.weight_bytes, found.activation_bytes, found.nodes) == (64 + 16, 64, 7)
     assert found.metadata["weight_bytes"] == "80"
+
+
+# -- graphs of other exporters ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("domains", [("ai.onnx.ml",), ("ai.onnx.ml", "com.microsoft", "a.domain.that.nobody.knows")])
+def test_a_domain_that_no_node_uses_does_not_matter(domains: tuple[str, ...]) -> None:
+    """tf2onnx imports ai.onnx.ml whether or not a node uses it."""
+    made = made_graphs.product(opsets=[("", 17), *((domain, 2) for domain in domains)])
+    assert graph_check.of_bytes(made.SerializeToString()).versions == (17, 8)
+
+
+@pytest.mark.parametrize(
+    ("declared", "shape"),
+    [
+        (["n", 3, 8, 8], (3, 8, 8)),
+        ([-1, 3, -1, -1], (3, None, None)),  # as paddle writes it
+        ([0, 3, 0, 8], (3, None, 8)),
+        (["", 3, "", 8], (3, None, 8)),
+        ([None, None], (None,)),
+        (["n"], ()),
+        (None, None),
+    ],
+)
+def test_an_axis_without_a_size_is_unknown(declared: list[Any] | None, shape: tuple[int | None, ...] | None) -> None:
+    """-1, 0, an empty name and nothing at all mean the same; no shape at all is another thing than no axis."""
+    found = graph_check.of_bytes(made_graphs.product(declared).SerializeToString())
+    found.require_examples()
+    assert found.input_shape == shape
+
+
+def test_inputs_with_a_value_are_weights() -> None:
+    """Files of IR version 3 list their initializers among the inputs, and a caller need not feed them."""
+    made = made_graphs.product(inputs=[made_graphs.value("w", (6, 3))])
+    found = graph_check.of_bytes(made.SerializeToString())
+    found.require_examples()
+    assert [each.name for each in found.inputs] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            lambda: made_graphs.product(inputs=[made_graphs.value("state", (2, 1, 128)), made_graphs.value("sr", ())]),
+            "the graph has 3 inputs ('x', 'state', 'sr'), and fedquilt feeds one: export a network with one input",
+        ),
+        (lambda: without_inputs(), "the graph has 0 inputs (none), and fedquilt feeds one"),
+        (lambda: with_outputs("y", "f"), "the graph has 2 outputs ('y', 'f'), and fedquilt reads one"),
+        (
+            lambda: made_graphs.product((4, 6)),
+            "input 'x' takes exactly 4 examples at once: export it with a first axis",
+        ),
+        (lambda: made_graphs.product(kind=made_graphs.BFLOAT16), "input 'x' is bfloat16"),
+        (lambda: made_graphs.product(()), "input 'x' is a single number"),
+    ],
+)
+def test_a_graph_that_cannot_be_fed_is_refused_with_a_fix(tmp_path: Path, made: Callable[[], Any], said: str) -> None:
+    """The property by its number and names, before anything runs it."""
+    with pytest.raises(ModelError) as refused:
+        graph_check.of_file(stored(tmp_path, made()))
+    assert said in str(refused.value)
+
+
+def without_inputs() -> Any:
+    made = made_graphs.product()
+    del made.graph.input[:]
+    return made
+
+
+def with_outputs(*names: str) -> Any:
+    made = made_graphs.product()
+    del made.graph.output[:]
+    made.graph.output.extend(made_graphs.value(name) for name in names)
+    return made
 
 
 def test_weights_in_a_branch_count_too() -> None:

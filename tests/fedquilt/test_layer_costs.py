@@ -18,7 +18,7 @@ from fedquilt.core import BlobRef, Bundle, DeviceView, Examples
 from fedquilt.layer_costs import Layer
 from fedquilt.methods import fedsq
 from fedquilt.models.networks import drawn
-from fedquilt.testing.toys import registered
+from fedquilt.testing.toys import register_entry
 from fedquilt.tools.simulation import Member, hands
 
 torch = pytest.importorskip("torch")
@@ -40,7 +40,7 @@ def made(network: Mapping[str, Any], **more: Any) -> Bundle:
     model, shape = registry.load(network, seed=0), registry.input_shape(network)
     start = {name: value.numpy() for name, value in model.state_dict().items()}
     facts = {"network": dict(network), "layers": traced.trace(model, shape), "flops": registry.cost(model, shape).flops}
-    facts |= registered(network)
+    facts |= register_entry(network)
     return Bundle({**facts, **more}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
 
 

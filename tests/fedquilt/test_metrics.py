@@ -1,42 +1,70 @@
-"""The main metric of a task: which it is, which way is better, how devices' values become one."""
+"""The main metric of a task: which it is, which way is better, what a round's devices come to."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+from evaluations import of_classes, of_numbers, total
 
-from fedquilt import metrics
-from fedquilt.coordinator import settings
-from fedquilt.coordinator.round_metrics import average
+from fedquilt import evaluation, metrics
+from fedquilt.coordinator import round_metrics, settings
 from fedquilt.coordinator.views import log, progress
-from fedquilt.core import JobError, Update, Usage
+from fedquilt.core import EvaluationSums, JobError, Update, Usage
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import Mark, Run
 
 RMSE = metrics.KNOWN["rmse"]
 
 
-def update(device: str, **told: float) -> Update:
-    found = {f"check.{name}": value for name, value in told.items()}
-    return Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics=found, usage=Usage())
+def update(device: str, sums: EvaluationSums | None = None, **metrics: float) -> Update:
+    return Update(
+        job="j",
+        round=0,
+        attempt=0,
+        device=device,
+        weight=1.0,
+        bundles={},
+        metrics=metrics,
+        usage=Usage(),
+        evaluation=sums,
+    )
 
 
-def test_errors_of_devices_are_joined_by_their_squares() -> None:
-    """3 over one example and 1 over three: the root of (9 + 3) / 4, as over all four at once; MAE is a plain mean."""
-    updates = [update("a", rmse=3.0, mae=3.0, examples=1.0), update("b", rmse=1.0, mae=1.0, examples=3.0)]
-    found = average(updates)
-    assert found["check.rmse"] == pytest.approx(math.sqrt(3.0))
-    assert found["check.mae"] == 1.5
-    own = progress.personal(updates)
+def test_errors_of_devices_are_those_of_all_their_examples() -> None:
+    """3 over one example and 1 over three: the root of (9 + 3) / 4, as over all four at once; MAE is 6 / 4."""
+    updates = [update("a", of_numbers(3.0, 3.0, 1)), update("b", of_numbers(1.0, 1.0, 3))]
+    sums = round_metrics.add_up(updates)
+    assert sums is not None
+    assert evaluation.metrics_of(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
+    own = progress.personal(sums, updates)
     assert own is not None
-    assert (own.metric, own.weighted) == ("rmse", pytest.approx(math.sqrt(3.0)))
-    assert own.worst_decile == 3.0  # the largest is the worst
+    assert (own.metric, own.weighted, own.worst_decile, own.deviation) == ("rmse", math.sqrt(3.0), 3.0, 1.0)
 
 
-def test_an_error_too_large_to_square_is_left_out() -> None:
-    """As any metric whose sum is no number."""
-    assert "check.rmse" not in average([update("a", rmse=1e200, examples=1.0)])
+def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round() -> None:
+    """A device that invents names has them in its own line alone."""
+    invented = {f"mine{number}": 1.0 for number in range(60)}
+    updates = [update("a", loss=1.0), update("b", loss=3.0), update("c", loss=2.0, **invented)]
+    assert round_metrics.average_metrics(updates) == {"loss": 2.0}
+    assert round_metrics.explain_missing_metrics(updates, {"loss": 2.0}) == []
+
+
+def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:
+    updates = [update(name, of_classes(0.5, loss=loss)) for name, loss in (("a", 0.4), ("b", 0.5), ("c", 1e9))]
+    assert round_metrics.explain_evaluation(updates) == [
+        "the evaluation's loss is 1e+09 on c, and 0.5 on half of the devices at most"
+    ]
+
+
+def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
+    """Where the job's network does not tell how many outputs it has."""
+    updates = [update("a", of_classes(0.5)), update("b", of_classes(0.7)), update("c", of_numbers(1.0, 1.0, 5))]
+    sums = round_metrics.add_up(updates)
+    assert sums == total(of_classes(0.5), of_classes(0.7))
+    assert round_metrics.explain_evaluation(updates) == [
+        "the evaluation of c does not count: its network has 1 outputs, those of most have others"
+    ]
 
 
 def test_smaller_is_better_for_errors_and_larger_for_shares() -> None:
@@ -71,7 +99,7 @@ def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
 
 def test_a_line_of_the_log_names_the_metric() -> None:
     """With its own unit, and how many examples it is of."""
-    assert log._evaluated({"check.rmse": 0.25, "check.examples": 8.0})[0] == "RMSE 0.25 on 8 held-out examples"
+    assert log.evaluated(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
 
 
 # -- in a job -------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import made_graphs
 import numpy as np
 import plain
 import pytest
@@ -43,8 +45,8 @@ def test_a_filled_graph_answers_as_the_network_with_these_tensors(network: dict[
     runtime = pytest.importorskip("onnxruntime", reason="graphs are run by it")
     from fedquilt.models.networks import onnx_file, registry
 
-    unfilled = onnx_file.unfilled(network)
-    assert unfilled == onnx_file.unfilled(network)
+    unfilled = onnx_file.write_without_weights(network)
+    assert unfilled == onnx_file.write_without_weights(network)
     model = registry.load(network, seed=3)
     held = {name: value.numpy() for name, value in model.state_dict().items()}
     assert onnx_fill.lacks(unfilled).keys() == {name for name, array in held.items() if array.dtype.kind == "f"}
@@ -117,3 +119,122 @@ def test_a_damaged_result_is_refused_by_name(tmp_path: Path, payload: bytes) -> 
     path.write_bytes(payload)
     with pytest.raises(ModelError, match="parts on boards"):
         personal.read(path)
+
+
+# -- two files ------------------------------------------------------------------------------------
+
+
+def answer(path: Path | bytes) -> Any:
+    runtime = pytest.importorskip("onnxruntime", reason="graphs are run by it")
+    session = runtime.InferenceSession(
+        path if isinstance(path, bytes) else str(path), providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, {"x": np.arange(6, dtype=np.float32)[None]})[0].tolist()
+
+
+def test_two_files_become_one_that_answers_the_same(tmp_path: Path) -> None:
+    """As torch writes them. A file that is whole is not copied."""
+    path = made_graphs.two_files(tmp_path)
+    made = b"".join(onnx_fill.read_whole(path))
+    assert answer(made) == answer(path) == [[15.0] * 3]
+    assert graph_check.of_bytes(made).weight_bytes == 6 * 3 * 4
+    (tmp_path / "whole.onnx").write_bytes(made)
+    assert len(onnx_fill.read_whole(tmp_path / "whole.onnx")) == 1
+
+
+def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path: Path) -> None:
+    """Each tensor of a graph may be in another place of the file beside it."""
+    made = made_graphs.product()
+    weights = made.graph.initializer.pop()
+    branches = [
+        onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["f", "w"], ["b"])], "b", [], [made_graphs.value("b")])
+        for _ in range(2)
+    ]
+    for branch in branches:
+        branch.initializer.append(weights)
+    constant = onnx.numpy_helper.from_array(np.array(True), "c")
+    del made.graph.node[-1]
+    made.graph.node.extend(
+        [
+            onnx.helper.make_node("Constant", [], ["c"], value=constant),
+            onnx.helper.make_node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1]),
+        ]
+    )
+    data = bytearray()
+    for tensor in (
+        *(branch.g.initializer[0] for branch in made.graph.node[-1].attribute),
+        made.graph.node[-2].attribute[0].t,
+    ):
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        place = {"location": "d", "offset": str(len(data)), "length": str(len(tensor.raw_data))}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=value)
+        data += tensor.raw_data
+        tensor.ClearField("raw_data")
+    (tmp_path / "d").write_bytes(data)
+    (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    whole = b"".join(onnx_fill.read_whole(tmp_path / "m.onnx"))
+    assert b"external" not in whole
+    assert answer(whole) == [[15.0] * 3]
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["../device.key", "/etc/hostname", "sub/device.key", "..", ".", "", "a\\b", "*/_ORT_MEM_ADDR_/*", "a\0b"],
+)
+def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path: Path, location: str) -> None:
+    """A model from a stranger would take a key along to all devices."""
+    (tmp_path / "device.key").write_bytes(bytes(100))
+    (tmp_path / "m" / "sub").mkdir(parents=True)
+    (tmp_path / "m" / "sub" / "device.key").write_bytes(bytes(100))
+    path = made_graphs.two_files(tmp_path / "m", location=location)
+    with pytest.raises(
+        ModelError, match="fedquilt reads files of the model's own folder alone; export the model as one"
+    ):
+        onnx_fill.read_whole(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("link", "it is a link: copy the file itself there"),
+        ("folder", "Is a directory"),
+        ("pipe", "which is no plain file"),
+        ("nothing", "No such file or directory"),
+        ("short", "takes 72 bytes of 'model.onnx.data', and 71 are there"),
+    ],
+)
+def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path: Path, place: str, said: str) -> None:
+    """A pipe would be waited for, and a link leads anywhere."""
+    path = made_graphs.two_files(tmp_path)
+    data = tmp_path / "model.onnx.data"
+    payload = data.read_bytes()
+    data.unlink()
+    if place == "link":
+        (tmp_path / "other").write_bytes(payload)
+        data.symlink_to("other")
+    elif place == "folder":
+        data.mkdir()
+    elif place == "pipe":
+        os.mkfifo(data)
+    elif place == "short":
+        data.write_bytes(payload[:-1])
+    with pytest.raises(ModelError) as refused:
+        onnx_fill.read_whole(path)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("model.onnx: ")
+
+
+def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes that name one file again and again would fill the memory."""
+    monkeypatch.setattr(onnx_fill, "FILE_MOST", 10_000)
+    path = made_graphs.two_files(tmp_path)
+    made = onnx.load(path, load_external_data=False)
+    for number in range(200):
+        made.graph.initializer.append(made.graph.initializer[0])
+        made.graph.initializer[-1].name = f"w{number}"
+    path.write_bytes(made.SerializeToString())
+    with pytest.raises(ModelError, match=r"with the numbers of 'model\.onnx\.data' it has more than 10000 bytes"):
+        onnx_fill.read_whole(path)

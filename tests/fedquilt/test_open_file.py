@@ -17,7 +17,7 @@ from fedquilt.disk import REAL
 CALLS: dict[str, Callable[[Path], object]] = {
     "read": REAL.read,
     "read into": lambda path: REAL.read_into(path, bytearray(3), 0),
-    "pieces": lambda path: [bytes(piece) for piece in REAL.pieces(path)],
+    "pieces": lambda path: [bytes(piece) for piece in REAL.read_pieces(path)],
     "write": lambda path: REAL.write(path, b"abc"),
     "write at": lambda path: REAL.write_at(path, b"c", 2),
     "open": lambda path: REAL.open(path).close(),

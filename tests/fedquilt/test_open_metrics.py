@@ -43,7 +43,7 @@ def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> 
     pytest.importorskip("prometheus_client")
     listen = "127.0.0.1:0"
     for _ in range(2):
-        with open_metrics.served(listen, lambda: FAMILIES) as where:
+        with open_metrics.serve_metrics(listen, lambda: FAMILIES) as where:
             listen = where.removeprefix("http://").removesuffix("/metrics")
             with urllib.request.urlopen(where, timeout=LIMIT_S) as answer:
                 text = answer.read().decode().splitlines()
@@ -54,15 +54,15 @@ def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> 
 
 def test_nothing_is_served_where_nobody_asked_for_it() -> None:
     """Nor is anything collected."""
-    with open_metrics.served(None, lambda: pytest.fail("collected")) as where:
+    with open_metrics.serve_metrics(None, lambda: pytest.fail("collected")) as where:
         assert where == ""
 
 
 def test_a_place_that_is_taken_is_named_with_the_mend() -> None:
     """By another process, say."""
     pytest.importorskip("prometheus_client")
-    with open_metrics.served("127.0.0.1:0", lambda: FAMILIES) as where:
+    with open_metrics.serve_metrics("127.0.0.1:0", lambda: FAMILIES) as where:
         taken = where.removeprefix("http://").removesuffix("/metrics")
-        again = open_metrics.served(taken, lambda: FAMILIES)
+        again = open_metrics.serve_metrics(taken, lambda: FAMILIES)
         with pytest.raises(JobError, match=f"cannot be served at {taken}: .*choose another"), again:
             pytest.fail("served twice")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.tensor_register import Entry, Register, dense, of, plain
+from fedquilt.tensor_register import Entry, Register, register_of, register_of_mlp, without_register
 
 torch = pytest.importorskip("torch")
 
@@ -18,11 +19,46 @@ from fedquilt.testing import awkward  # noqa: E402
 
 
 def traced(network: dict[str, Any]) -> Register:
-    return tensor_register.trace(registry.build(network), registry.input_shape(network))
+    return tensor_register.trace_register(registry.build(network), registry.input_shape(network))
 
 
 def kinds(register: Register) -> dict[str, str]:
     return {entry.name: entry.kind for entry in register.tensors}
+
+
+# -- what depends on it ---------------------------------------------------------------------------
+
+
+def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> None:
+    """Of any name, with statistics or without; a normalisation of other kind, or of another part, does not."""
+    layers = {"a": nn.Conv1d(2, 2, 3), "b": nn.BatchNorm1d(2, track_running_stats=False), "c": nn.GroupNorm(1, 2)}
+    register = tensor_register.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
+    names = {entry.name for entry in register.tensors}
+    assert register.is_coupled(names)
+    assert register.is_coupled(names, {"b.bias"})
+    assert not register.is_coupled(names, {"a.weight", "c.weight"})
+    assert not register.is_coupled({"a.weight", "c.weight"})
+    bare = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(2, affine=False)), (2, 8))
+    assert bare.is_coupled({"0.running_mean"}, set())
+
+
+def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -> None:
+    """A class token and places of three axes belong to the network itself."""
+    assert traced(awkward.network_table("tokens")).convolutions(kinds(traced(awkward.network_table("tokens")))) == set()
+    series = traced({"name": "conv1d", "channels": 3, "steps": 20, "classes": 3})
+    found = series.convolutions(kinds(series))
+    assert found == {entry.module for entry in series.tensors if entry.type == "Conv1d"} != set()
+    assert series.convolutions([]) == set()
+
+
+def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
+    """Not where a module of another kind has buffers of these names."""
+    named = nn.Module()
+    named.register_buffer("running_mean", torch.zeros(2))
+    named.register_buffer("running_var", torch.ones(2))
+    named.forward = lambda x: x  # type: ignore[method-assign]
+    register = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
+    assert register.running_means() == {"0.running_var": "0.running_mean"}
 
 
 # -- what a tensor is -----------------------------------------------------------------------------
@@ -30,17 +66,17 @@ def kinds(register: Register) -> dict[str, str]:
 
 def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
     """Moving averages are buffers that training changes, and their module is a normalisation."""
-    register = traced(awkward.table("moving_average"))
+    register = traced(awkward.network_table("moving_average"))
     entry = register.entry("2.mean_ema")
     assert entry is not None
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
-    assert register.parameters({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
-    assert register.running("2.var_ema")
+    assert register.parameters_of({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
+    assert register.is_running_statistic("2.var_ema")
 
 
 def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
     """`waves` never changes; the class token and the places are parameters of the network itself."""
-    register = traced(awkward.table("tokens"))
+    register = traced(awkward.network_table("tokens"))
     waves, token = register.entry("waves"), register.entry("class_token")
     assert waves is not None
     assert token is not None
@@ -52,7 +88,7 @@ def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None
 
 def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
     """An order of columns stays, `seen` grows; float16 is a buffer as float32 is."""
-    register = traced(awkward.table("typed"))
+    register = traced(awkward.network_table("typed"))
     assert {name: kinds(register)[name] for name in ("order", "seen", "scale", "level")} == {
         "order": "counter",
         "seen": "counter",
@@ -64,23 +100,23 @@ def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> 
 
 def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
     """A weight that two layers share, and a module in two places with all that is in it."""
-    rows = {entry.name: entry.aliases for entry in traced(awkward.table("tied")).tensors}
+    rows = {entry.name: entry.aliases for entry in traced(awkward.network_table("tied")).tensors}
     assert rows["second.weight"] == ("third.weight",)
     assert "third.weight" not in rows
-    shared = traced(awkward.table("shared"))
+    shared = traced(awkward.network_table("shared"))
     assert shared.entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
     model = {"2.0.weight": 1, "5.weight": 2}
-    assert shared.aliased(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
+    assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
 
 
 def test_tracing_leaves_the_network_as_it_was() -> None:
     """Its tensors, its mode, and torch's random numbers."""
-    model = registry.build(awkward.table("root_parameter"))
+    model = registry.build(awkward.network_table("root_parameter"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     wanted = torch.rand(1)
     torch.manual_seed(3)
-    tensor_register.trace(model, (6,))
+    tensor_register.trace_register(model, (6,))
     assert torch.equal(torch.rand(1), wanted)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -92,10 +128,13 @@ def test_tracing_leaves_the_network_as_it_was() -> None:
 def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many_channels() -> None:
     """By the order of calls: names do not matter, and one that stands before its layer is a layer of its own."""
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
-    assert found.layers()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
+    assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
     assert found.entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
-    before = tensor_register.trace(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
-    assert before.layers() == {"0": ("0.bias", "0.weight"), "1": ("1.bias", "1.weight", "2.bias", "2.weight")}
+    before = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
+    assert before.parameters_by_layer() == {
+        "0": ("0.bias", "0.weight"),
+        "1": ("1.bias", "1.weight", "2.bias", "2.weight"),
+    }
 
 
 def test_the_head_is_the_linear_layer_called_last() -> None:
@@ -112,9 +151,15 @@ def test_the_head_is_the_linear_layer_called_last() -> None:
             value = self.encoder[0](self.a_first(x))[:, None]
             return self.classifier(self.encoder[1](value, value, value)[0][:, 0])
 
-    register = tensor_register.trace(Net(), (6,))
-    assert list(register.layers()) == ["a_first", "encoder.0", "encoder.1", "encoder.1.out_proj", "classifier"]
-    assert register.head() == "classifier"
+    register = tensor_register.trace_register(Net(), (6,))
+    assert list(register.parameters_by_layer()) == [
+        "a_first",
+        "encoder.0",
+        "encoder.1",
+        "encoder.1.out_proj",
+        "classifier",
+    ]
+    assert register.classifier() == "classifier"
 
 
 def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
@@ -130,7 +175,7 @@ def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
             return self.head(self.mix(self.embed(x.long()).mean(1)))
 
     with pytest.raises(ModelError, match=r"the last layer 'head' shares the tensor 'embed\.weight'"):
-        tensor_register.trace(Net(), (3,)).head()
+        tensor_register.trace_register(Net(), (3,)).classifier()
 
 
 def head_of(name: str) -> tuple[str | None, list[str]]:
@@ -145,7 +190,7 @@ def head_of(name: str) -> tuple[str | None, list[str]]:
         for path, each in model.named_modules()
         if isinstance(each, nn.Linear) and each.out_features == 1000 and "aux" not in path.lower()
     ]
-    return tensor_register.trace(model, (3, size, size)).head(), told
+    return tensor_register.trace_register(model, (3, size, size)).classifier(), told
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
@@ -167,11 +212,11 @@ def test_so_are_the_heads_of_larger_ones(name: str) -> None:
 def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
     """ResNet18: 20 convolutions each with its own batch norm, and the classifier, which is the head."""
     found = traced({"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}})
-    layers = found.layers()
+    layers = found.parameters_by_layer()
     assert len(layers) == 21
     assert layers["layer1.0.conv2"] == ("layer1.0.bn2.bias", "layer1.0.bn2.weight", "layer1.0.conv2.weight")
     assert all(len(names) == 3 for layer, names in layers.items() if layer != "fc")
-    assert found.head() == "fc"
+    assert found.classifier() == "fc"
 
 
 # -- in a network's table -------------------------------------------------------------------------
@@ -180,17 +225,35 @@ def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
 def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself() -> None:
     """As that of an `mlp` does, which the numpy engine trains."""
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
-    assert of(network) == traced(network) == dense(3)
+    assert register_of(network) == traced(network) == register_of_mlp(3)
     with pytest.raises(ModelError, match="no register of the tensors of 'gru'"):
-        of({"name": "gru"})
+        register_of({"name": "gru"})
     with pytest.raises(ModelError, match="register is damaged"):
-        of({"name": "gru", "register": {"tensors": [1]}})
+        register_of({"name": "gru", "register": {"tensors": [1]}})
 
 
 def test_numbers_in_names_are_compared_as_numbers() -> None:
     """So the last layer of a long sequence is its last, not its ninth."""
     rows = [Entry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
     register = Register(tuple(rows))
-    assert list(register.layers()) == ["2", "9", "10"]
-    assert register.head() == "10"
-    assert plain({"name": "x", "register": {}}) == {"name": "x"}
+    assert list(register.parameters_by_layer()) == ["2", "9", "10"]
+    assert register.classifier() == "10"
+    assert without_register({"name": "x", "register": {}}) == {"name": "x"}
+
+
+@pytest.mark.parametrize("normalised", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -> None:
+    """So the classifier is found, and its buffers are no batch norm's."""
+    register = tensor_register.trace_register(
+        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,)
+    )
+    made = [entry for entry in register.tensors if ".parametrizations." in entry.name]
+    assert made
+    assert {(entry.module, entry.layer, entry.leaf, entry.type, entry.normalises) for entry in made} == {
+        ("2", "2", "weight", "Linear", False)
+    }
+    assert register.classifier() == "2"
+    assert register.weights()["2"].startswith("2.parametrizations.weight.original")
+    with pytest.raises(ModelError, match=r"weight of '2' is made of '2\.parametrizations\.weight\.original"):
+        register.require_plain_weight("2")
+    register.require_plain_weight("0")

@@ -1,371 +1,173 @@
-"""Awkward networks under every method: the trajectory of the method's rule in plain torch, or a refusal by tensor.
-
-The references are computed here from the papers' rules with torch alone: local steps by autograd, sums by numpy. No
-engine, no method and no register takes part in them.
-"""
+"""Awkward networks under every method: the trajectory of the method's rule in plain torch, or a refusal by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from functools import cache
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
+from fedquilt import methods
 from fedquilt.coordinator import settings
-from fedquilt.core import Bundle, Examples, ModelError, derive_seed
-from fedquilt.testing import toys
+from fedquilt.core import ModelError
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
+import plain_parts as parts  # noqa: E402
+import plain_rules as rules  # noqa: E402
+import plain_widths as widths  # noqa: E402
+from plain_training import Rule, bundle_of, own_of, played, require_equal, table_of  # noqa: E402
 
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
-from fedquilt.models.networks import registry  # noqa: E402
 from fedquilt.testing import awkward  # noqa: E402
 
-Model = dict[str, np.ndarray]
-SIZES, ROUNDS, BATCH, LR, SEED = (16, 11, 6), 2, 5, 0.05, 3  # every last mini-batch has one example
-DROPS = ("root_parameter", "tokens")  # dropout is left out, whose draws are an engine's own
-QUICK = ("fedavg", "fedopt", "pfedme", "fedbn", "scaffold", "fedrep")  # in `make test` on all networks
+
+@dataclass(frozen=True)
+class Case:
+    """A method's rule in plain torch, and how the method is run.
+
+    Args:
+        quick: networks in `make test`; the others are for the night.
+        refused: networks that the method refuses with these parameters.
+        table: further arguments of `played`.
+    """
+
+    name: str
+    rule: Rule
+    params: Mapping[str, Any] = field(default_factory=dict)
+    quick: Collection[str] = ()
+    refused: Collection[str] = ()
+    rounds: int = 2
+    table: Mapping[str, Any] = field(default_factory=dict)
 
 
-def table_of(network: str) -> dict[str, Any]:
-    return awkward.table(network, **({"drop": 0.0} if network in DROPS else {}))
-
-
-@cache
-def bundle_of(network: str) -> Bundle:
-    return prepare.prepare({"model": {**table_of(network), "seed": 5}}, Path(mkdtemp()))
-
-
-def members() -> list[Member]:
-    found = []
-    for index, size in enumerate(SIZES):
-        draws = np.random.default_rng(index)
-        x, y = draws.normal(size=(size + 4, 6)).astype(np.float32), draws.integers(0, 3, size + 4)
-        x[np.arange(len(y)), y] += 2
-        found.append(Member(f"dev-{index}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
-    return found
-
-
-def orders(device: str, round: int, epochs: int = 1) -> Iterator[np.ndarray]:
-    """Mini-batches of a device's round."""
-    rng, count = tensors.rng(derive_seed(SEED, "local", round, device)), SIZES[int(device[-1])]
-    for _ in range(epochs):
-        order = rng.permutation(count)
-        yield from (order[first : first + BATCH] for first in range(0, count, BATCH))
-
-
-# -- plain torch ----------------------------------------------------------------------------------
-
-
-def alone(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Have batch norm work as in evaluation where a channel has one value."""
-    layer.training = inputs[0].numel() > inputs[0].shape[1]
-
-
-class Plain:
-    """A network with tensors, and steps of plain gradient descent on it."""
-
-    def __init__(self, network: str, begun: Model) -> None:
-        self.module = registry.build(table_of(network)).train()
-        self.module.load_state_dict({name: torch.tensor(array) for name, array in begun.items()}, strict=False)
-        self.values = dict(self.module.named_parameters())
-        for each in self.module.modules():
-            if isinstance(each, nn.BatchNorm1d):  # a single value has no variance: running statistics instead
-                each.register_forward_pre_hook(alone)
-
-    def gradients(self, share: Examples, rows: np.ndarray) -> dict[str, Any]:
-        loss = F.cross_entropy(self.module(torch.tensor(share.x[rows])), torch.tensor(share.y[rows]))
-        found = torch.autograd.grad(loss, list(self.values.values()))
-        return dict(zip(self.values, found, strict=True))
-
-    def move(self, steps: Mapping[str, Any]) -> None:
-        with torch.no_grad():
-            for name, step in steps.items():
-                self.values[name] -= step
-
-    def state(self, like: Model) -> Model:
-        held = self.module.state_dict()
-        return {name: held[name].numpy().copy() for name in like}
-
-
-def local(network: str, begun: Model, member: Member, round: int, correct: Any = None, only: Any = None) -> Model:
-    """Tensors after one epoch of a device; `correct(name, gradient, value)` changes gradients."""
-    plain = Plain(network, begun)
-    for rows in orders(member.device, round):
-        found = plain.gradients(member.train, rows)
-        with torch.no_grad():
-            if correct:
-                found = {name: correct(name, each, plain.values[name]) for name, each in found.items()}
-        plain.move({name: LR * each for name, each in found.items() if only is None or name in only})
-    return plain.state(begun)
-
-
-def mean(models: list[Model], weights: Any = SIZES) -> Model:
-    """Weighted mean of numbers; of whole numbers the largest."""
-    found = {}
-    for name, first in models[0].items():
-        each = np.stack([model[name] for model in models])
-        if first.dtype.kind in "iu":
-            found[name] = each.max(axis=0)
-        else:
-            share = np.asarray(weights, float) / np.sum(weights)
-            found[name] = np.tensordot(share, each.astype(np.float64), axes=1).astype(first.dtype)
-    return found
-
-
-def steps_of(member: Member) -> int:
-    return -(-len(member.train) // BATCH)
-
-
-def parameters(network: str) -> list[str]:
-    return [name for name, _ in registry.build(table_of(network)).named_parameters()]
-
-
-def fedavg(network: str, model: Model) -> Model:
-    for round in range(ROUNDS):
-        model = mean([local(network, model, each, round) for each in members()])
-    return model
-
-
-def fedprox(network: str, model: Model) -> Model:
-    """mu = 0.5: gradient + mu (w - w_0)."""
-    for round in range(ROUNDS):
-        first = {name: torch.tensor(array) for name, array in model.items()}
-        pull = lambda name, gradient, value: gradient + 0.5 * (value - first[name])  # noqa: B023, E731
-        model = mean([local(network, model, each, round, pull) for each in members()])
-    return model
-
-
-def fedopt(network: str, model: Model) -> Model:
-    """Server momentum 0.9 at rate 1: m <- 0.9 m + D, x <- x + m; buffers take their mean."""
-    moment = {name: np.zeros(model[name].shape) for name in parameters(network)}
-    for round in range(ROUNDS):
-        found = mean([local(network, model, each, round) for each in members()])
-        for name in moment:
-            moment[name] = 0.9 * moment[name] + found[name] - model[name]
-            found[name] = (model[name] + moment[name]).astype(np.float32)
-        model = found
-    return model
-
-
-def fednova(network: str, model: Model) -> Model:
-    """x <- x - (sum_i p_i tau_i) sum_i p_i (x - y_i) / tau_i."""
-    shares, taus = np.array(SIZES) / sum(SIZES), [steps_of(each) for each in members()]
-    for round in range(ROUNDS):
-        sent = [local(network, model, each, round) for each in members()]
-        found = mean(sent)
-        for name in parameters(network):
-            way = sum(p * (model[name] - y[name]) / tau for p, y, tau in zip(shares, sent, taus, strict=True))
-            found[name] = (model[name] - float(shares @ taus) * way).astype(np.float32)
-        model = found
-    return model
-
-
-def scaffold(network: str, model: Model) -> Model:
-    """y <- y - eta (g - c_i + c); c_i+ = c_i - c + (x - y) / (K eta); c the mean of all c_i."""
-    names = parameters(network)
-    server = {name: np.zeros_like(model[name]) for name in names}
-    own = {each.device: dict(server) for each in members()}
-    for round in range(ROUNDS):
-        sent = []
-        for each in members():
-            shift = {name: torch.tensor(server[name] - own[each.device][name]) for name in names}
-            add = lambda name, gradient, value: gradient + shift[name]  # noqa: B023, E731
-            sent.append(local(network, model, each, round, add))
-            path = steps_of(each) * LR
-            own[each.device] = {
-                name: own[each.device][name] - server[name] + (model[name] - sent[-1][name]) / np.float32(path)
-                for name in names
-            }
-        server = {name: np.mean([each[name] for each in own.values()], axis=0) for name in names}
-        model = mean(sent, [1.0] * len(sent))
-    return model
-
-
-def pfedme(network: str, model: Model) -> Model:
-    """Two steps of theta on each mini-batch with the pull 5 (theta - w), then w <- w - 0.02 * 5 (w - theta)."""
-    for round in range(ROUNDS):
-        sent = []
-        for each in members():
-            theta = Plain(network, model)
-            w = {name: value.detach().clone() for name, value in theta.values.items()}
-            for rows in orders(each.device, round):
-                for _ in range(2):
-                    found = theta.gradients(each.train, rows)
-                    with torch.no_grad():
-                        steps = {name: LR * (g + 5.0 * (theta.values[name] - w[name])) for name, g in found.items()}
-                    theta.move(steps)
-                w = {name: value - 0.1 * (value - theta.values[name].detach()) for name, value in w.items()}
-            sent.append({**theta.state(model), **{name: value.numpy() for name, value in w.items()}})
-        model = mean(sent, [1.0] * len(sent))
-    return model
-
-
-def perfedavg(network: str, model: Model) -> Model:
-    """On each mini-batch u = w - 0.02 g(w), then w <- w - eta g(u)."""
-    for round in range(ROUNDS):
-        sent = []
-        for each in members():
-            plain = Plain(network, model)
-            for rows in orders(each.device, round):
-                before = {name: value.detach().clone() for name, value in plain.values.items()}
-                plain.move({name: 0.02 * g for name, g in plain.gradients(each.train, rows).items()})
-                ahead = plain.gradients(each.train, rows)
-                with torch.no_grad():
-                    back = {name: plain.values[name] - before[name] + LR * g for name, g in ahead.items()}
-                plain.move(back)
-            sent.append(plain.state(model))
-        model = mean(sent)
-    return model
-
-
-def median(network: str, model: Model) -> Model:
-    for round in range(ROUNDS):
-        sent = [local(network, model, each, round) for each in members()]
-        model = {name: np.median([y[name] for y in sent], axis=0).astype(model[name].dtype) for name in model}
-    return model
-
-
-def apart(names: Callable[[str], set[str]]) -> Callable[[str, Model], Model]:
-    """FedAvg on all tensors but those of these names, which stay on each device and begin as the job's."""
-
-    def play(network: str, model: Model) -> Model:
-        own = {each.device: {name: model[name] for name in names(network)} for each in members()}
-        for round in range(ROUNDS):
-            sent = []
-            for each in members():
-                found = local(network, {**model, **own[each.device]}, each, round)
-                own[each.device] = {name: found[name] for name in own[each.device]}
-                sent.append(found)
-            found = mean(sent)
-            model = {name: model[name] if name in names(network) else found[name] for name in model}
-        return model
-
-    return play
-
-
-def norms(network: str) -> set[str]:
-    """All tensors of modules that normalise by running statistics."""
-    model = registry.build(table_of(network))
-    kinds = (nn.BatchNorm1d, awkward.MovingNorm)
-    found = {
-        f"{path}.{leaf}"
-        for path, each in model.named_modules()
-        if isinstance(each, kinds)
-        for leaf in each.state_dict()
-    }
-    return found | ({"level"} if network == "typed" else set())  # a statistic in a buffer of the network itself
-
-
-def fedrep(network: str, model: Model) -> Model:
-    """The head alone for one epoch, then all else; the head stays on the device. Frozen norms keep their statistics."""
-    head = [name for name in parameters(network) if name.startswith(head_of(network))]
-    rest = [name for name in parameters(network) if name not in head]
-    own = {each.device: {name: model[name] for name in head} for each in members()}
-    for round in range(ROUNDS):
-        sent = []
-        for each in members():
-            rng = tensors.rng(derive_seed(SEED, "local", round, each.device))
-            held = {**model, **own[each.device]}
-            for names in (head, rest):
-                plain, order = Plain(network, held), rng.permutation(len(each.train))
-                for inner in plain.module.modules():
-                    if names is head and [*inner.buffers(recurse=False)] and not [*inner.children()]:
-                        inner._forward_pre_hooks.clear()
-                        inner.training = False
-                for first in range(0, len(order), BATCH):
-                    found = plain.gradients(each.train, order[first : first + BATCH])
-                    plain.move({name: LR * found[name] for name in names})
-                rng.integers(2**53)  # the engine's seed of dropout
-                held = plain.state(held)
-            own[each.device] = {name: held[name] for name in head}
-            sent.append(held)
-        found = mean(sent)
-        model = {name: model[name] if name in head else found[name] for name in model}
-    return model
-
-
-def head_of(network: str) -> str:
-    return {"shared": "4", "moving_average": "4"}.get(network, "head") + "."
-
-
-ALL = (1.0,) * 5
-REFERENCES: dict[str, tuple[Callable[[str, Model], Model], dict[str, Any]]] = {
-    "fedavg": (fedavg, {}),
-    "ft_full": (fedavg, {}),
-    "ditto": (fedavg, {}),
-    "moon": (fedavg, {"mu": 0.0}),
-    "fedlp": (fedavg, {"keep": 1.0}),
-    "fedpews": (fedavg, {"warmup": 0}),
-    "fedpews_fixed": (fedavg, {"warmup": 0}),
-    "depthfl": (fedavg, {"exits": 1, "depths": (1,) * 5}),
-    "fedepth": (fedavg, {"stages": 1, "groups": (1,) * 5}),
-    "fedprox": (fedprox, {"mu": 0.5}),
-    "fedopt": (fedopt, {"server": "sgd", "server_lr": 1.0, "beta1": 0.9}),
-    "fednova": (fednova, {}),
-    "scaffold": (scaffold, {}),
-    "pfedme": (pfedme, {"pull": 5.0, "inner": 2, "outer_lr": 0.02}),
-    "perfedavg": (perfedavg, {"alpha": 0.02}),
-    "robust": (median, {"rule": "median", "attackers": 0.0}),
-    "fedbn": (apart(norms), {}),
-    "fedrep": (fedrep, {"head_epochs": 1}),
+ALL, ONE = tuple(awkward.NETWORKS), (1,) * 5
+TRACED = {  # refusals of methods that follow single units
+    "shared": "'2.0'",
+    "moving_average": "'1'",
+    "tokens": "'len' is not supported",
+    "typed": "'first'",
+    "normalised": "'first'",
 }
-"""Method -> its rule in plain torch, and the parameters of both beside the common ones."""
+ADAPTED = {
+    "tokens": "'attention'",
+    "maps": "'head'",
+    "normalised": "'second.parametrizations.weight.original1'",
+}
+REFUSED: dict[str, Mapping[str, str]] = {
+    **dict.fromkeys(("heterofl", "fjord", "fedlps", "fedpews", "fedpews_fixed"), TRACED),
+    **dict.fromkeys(("fedlora", "fedsdg"), ADAPTED),
+    **{name: {"tied": "'second.weight'", "shared": "'2.0.weight'"} for name in ("depthfl", "fedepth")},
+    "fedsq": {
+        "tied": "'second.weight'",
+        "shared": "'2.0.weight'",
+        "moving_average": "'2.mean_ema'",
+        "tokens": "'len' is not supported",
+        "typed": "'level'",
+    },
+}
+"""Method -> network that it refuses by default -> what the refusal says: a tensor, a module, or what torch.fx says."""
 
+LORA = {"clip": 0.5, "rank": parts.RANK, "alpha": parts.ALPHA}
+SDG = {"lr": 0.003, "lr_own": 0.002, "lr_gates": 0.02, "sparsity": 0.01, "own_decay": 0.001}
+PEWS = {"warmup": 2, "server_lr": 0.5, "mu": 0.1}
+BY_WIDTH = {"refused": TRACED, "table": {"budgets": widths.BUDGETS}}
+CASES = (
+    Case("fedavg", rules.fedavg, quick=ALL),
+    Case("ft_full", rules.fedavg),
+    Case("ditto", rules.ditto, {"pull": 0.5}),
+    Case("moon", rules.moon, {"mu": 0.0}),
+    Case("fedlp", rules.fedavg, {"keep": 1.0}),
+    Case("fedpews", rules.fedavg, {"warmup": 0}),
+    Case("fedpews_fixed", rules.fedavg, {"warmup": 0}),
+    Case("depthfl", rules.fedavg, {"exits": 1, "depths": ONE}),
+    Case("fedepth", rules.fedavg, {"stages": 1, "groups": ONE}),
+    Case("fedprox", rules.fedprox, {"mu": 0.5}),
+    Case("fedopt", rules.fedopt, {"server": "sgd", "server_lr": 1.0, "beta1": 0.9}, quick=ALL),
+    Case("fednova", rules.fednova),
+    Case("scaffold", rules.scaffold, quick=ALL),
+    Case("pfedme", rules.pfedme, {"pull": 5.0, "inner": 2, "outer_lr": 0.02}, quick=ALL),
+    Case("perfedavg", rules.perfedavg, {"alpha": 0.02}),
+    Case("robust", rules.median, {"rule": "median", "attackers": 0.0}),
+    Case("fedbn", parts.apart(rules.norms), quick=ALL),
+    Case("fedrep", rules.fedrep, {"head_epochs": 1}, quick=ALL),
+    Case("local", parts.alone, quick=("tied",)),
+    Case("ft_part", parts.ft_part, {"layers": 2}, quick=("tied", "moving_average")),
+    Case("parfed", parts.apart(parts.parfed), {"layers": 1}, quick=("tied",)),
+    Case("fedfina", parts.apart(parts.fedfina), {"layers": 2}, quick=("maps",)),
+    Case("fedlg", parts.fedlg, {"layers": 1, "probe": 1}, ("tied",), rounds=3),
+    Case("fedlora", parts.fedlora, {**LORA, "optimizer": "sgd", "mu": 0.1}, ("tied", "shared"), ADAPTED),
+    Case("fedsdg", parts.fedsdg, {**LORA, **SDG}, ("tied",), ADAPTED, rounds=3, table={"cohort": {"size": 2}}),
+    Case("fedsq", parts.fedsq, {"weight_decay": 0.01}, ("root_parameter", "maps"), REFUSED["fedsq"]),
+    Case("genefl", parts.genefl, {"clusters": 2, "directions": 2, "first_layers": 1}, ("tied", "maps"), rounds=4),
+    Case("heterofl", widths.heterofl, {"rates": widths.BY_TIER, "clip": 0.5}, ("tied", "maps"), **BY_WIDTH),
+    Case("fjord", widths.fjord, {"rates": widths.BY_TIER}, ("tied", "maps"), **BY_WIDTH),
+    Case(
+        "fedlps",
+        widths.fedlps,
+        {"ratios": [1 - rate for rate in widths.BY_TIER], "encoder": 0.5},
+        quick=("root_parameter", "maps"),
+        refused=TRACED,
+        table={"budgets": widths.BUDGETS, "meta": {"pretrained": True}},
+    ),
+    Case("fedpews", widths.fedpews, {**PEWS, "first_score": 0.3}, ("tied", "maps"), TRACED, rounds=3),
+    Case("fedpews_fixed", widths.fedpews_fixed, {**PEWS, "devices": widths.DEVICES}, ("maps",), TRACED, rounds=3),
+)
 
-def known(name: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    there = {field.name for field in fields(methods.load(name).params)}
-    common = {"epochs": 1, "batch": BATCH, "lr": LR}
-    return {**{key: value for key, value in common.items() if key in there}, **more}
-
-
-def result_of(name: str, network: str, more: Mapping[str, Any]) -> tuple[Model, Model]:
-    """First tensors, and the result after ROUNDS, each tensor once."""
-    made = bundle_of(network)
-    engine = TorchEngine(1 << 40, base_bytes=0)
-    *_, last = toys.play(
-        name, made, members(), known(name, more), engine=engine, seed=SEED, rounds=ROUNDS, fleet={"budgets": ["64GB"]}
+PLAYED = [
+    pytest.param(
+        case,
+        network,
+        marks=() if network in case.quick else pytest.mark.nightly,
+        id=f"{case.name}-{case.rule.__name__}-{network}",
     )
-    begun = dict(made.load("model"))
-    found = methods.load(name).result(last).tensors
-    return begun, {key: found[key] for key in found if key in begun}
-
-
-CASES = [
-    pytest.param(name, network, marks=() if name in QUICK else pytest.mark.nightly, id=f"{name}-{network}")
-    for name in REFERENCES
+    for case in CASES
     for network in awkward.NETWORKS
+    if network not in case.refused
 ]
 
 
-@pytest.mark.parametrize(("name", "network"), CASES)
-def test_a_method_does_to_an_awkward_network_what_its_rule_does_in_plain_torch(name: str, network: str) -> None:
-    """All tensors after two rounds of three devices, buffers too, to 2e-5; and they have moved."""
-    rule, more = REFERENCES[name]
-    begun, found = result_of(name, network, more)
-    wanted = rule(network, begun)
-    assert found.keys() == wanted.keys()
-    for key, array in wanted.items():
-        close = 2e-3 if array.dtype == np.float16 else 2e-5
-        np.testing.assert_allclose(found[key], array, rtol=close, atol=close, err_msg=key)
-    assert max(float(np.abs(found[key] - begun[key]).max()) for key in parameters(network)) > 1e-3
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention's gradients, example by example
+@pytest.mark.parametrize(("case", "network"), PLAYED)
+def test_a_method_does_to_an_awkward_network_what_its_rule_does_in_plain_torch(case: Case, network: str) -> None:
+    """All tensors of the result, buffers too, those of single widths and devices' own, to 2e-5; and they have moved."""
+    begun = dict(bundle_of(network).load("model"))
+    run = played(case.name, network, case.params, case.rounds, **case.table)
+    last, wanted = run.states[-1], case.rule(network, begun, run)
+    found = methods.load(case.name).result(last).tensors
+    found = {key: array for key, array in found.items() if key in begun or "/" in key} | own_of(run.kept)
+    found |= {f"{rate}/{key}": each for rate, held in getattr(last, "widths", {}).items() for key, each in held.items()}
+    require_equal(found, wanted)
+    old = {key: begun.get(key.rpartition("/")[2], array) for key, array in found.items()}
+    assert max(float(np.abs(found[key] - old[key]).max()) for key in found if found[key].shape == old[key].shape) > 1e-3
+
+
+def test_a_device_that_comes_later_is_among_those_of_fedsdg_s_trajectory() -> None:
+    case = next(case for case in CASES if case.name == "fedsdg")
+    devices = played(case.name, "tied", case.params, case.rounds, **case.table).devices
+    assert {*devices[1], *devices[2]} - {*devices[0]}
+
+
+def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it() -> None:
+    method = methods.load("ft_part")
+    state = method.init(bundle_of("normalised"), method.params(layers=4), 0)
+    assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
 
 
 # -- every method ---------------------------------------------------------------------------------
 
-PAIRS = [
-    pytest.param(name, network, marks=() if network == "tied" else pytest.mark.nightly, id=f"{name}-{network}")
+QUICK = (("heterofl", "tokens"), ("fedlora", "maps"))
+PREPARED = [
+    pytest.param(
+        name,
+        network,
+        marks=() if network == "tied" or (name, network) in QUICK else pytest.mark.nightly,
+        id=f"{name}-{network}",
+    )
     for name in methods.names()
     if "torch" in methods.load(name).engines
     for network in awkward.NETWORKS
@@ -373,25 +175,15 @@ PAIRS = [
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention's gradients, example by example
-@pytest.mark.parametrize(("name", "network"), PAIRS)
+@pytest.mark.parametrize(("name", "network"), PREPARED)
 def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared(
     name: str, network: str, tmp_path: Path
 ) -> None:
-    """A dry run of its rounds, export and reload; a refusal names a module or tensor of the network, or the tracer."""
+    """A dry run of its rounds, export and reload; or a refusal by a module, a tensor or an operation."""
     more = {"encoder": 0.0} if name == "fedlps" else {}
-    table = {"name": "awkward", "method": name, "model": table_of(network), "params": more}
-    refused = ""
-    try:
-        prepare.whole(settings.parse(table), tmp_path)
-    except ModelError as error:
-        refused = str(error)
-    held = registry.build(table_of(network))
-    there = [*held.state_dict(), *(path for path, _ in held.named_modules() if path)]
-    assert not refused or any(f"'{each}'" in refused for each in there) or "trace" in refused, refused
-    assert refused or (name, network) not in REFUSED, "this network was expected to be refused"
-
-
-REFUSED = {  # parts of the network share the tensor that the refusal names
-    *((name, network) for name in ("depthfl", "fedepth", "fedsq") for network in ("tied", "shared")),
-    ("fedsq", "moving_average"),
-}
+    job = settings.parse({"name": "awkward", "method": name, "model": table_of(network), "params": more})
+    if reason := REFUSED.get(name, {}).get(network):
+        with pytest.raises(ModelError, match=re.escape(reason)):
+            prepare.prepare_and_check(job, tmp_path)
+    else:
+        prepare.prepare_and_check(job, tmp_path)

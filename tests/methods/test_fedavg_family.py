@@ -14,7 +14,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
-from fedquilt.testing.toys import MLP, learners, to_train
+from fedquilt.testing.toys import MLP, learners, toy_bundle
 from fedquilt.tools.simulation import Member
 
 
@@ -39,7 +39,7 @@ def quadratics(*pairs: tuple[float, float]) -> tuple[Bundle, list[Member]]:
     at = [Examples(np.array([pair]), np.zeros(1, np.int64)) for pair in pairs]
     members = [Member(f"dev-{i}", one, one) for i, one in enumerate(at)]
     zero = {"x": np.zeros(1, np.float32)}
-    return to_train({"name": "x"}, zero, kinds={}), members
+    return toy_bundle({"name": "x"}, zero, kinds={}), members
 
 
 def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "d", **metrics: float) -> Contribution:
@@ -255,7 +255,7 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
     for name in ("fedopt", "scaffold", "fednova"):
         method = methods.load(name)
         changes = {"server_lr": 0.25} if name != "fednova" else {}
-        state = method.init(to_train({"name": "x"}, start, kinds=kinds), method.params(**changes), 0)
+        state = method.init(toy_bundle({"name": "x"}, start, kinds=kinds), method.params(**changes), 0)
         first, second = (update(given, 1.0, device, steps=s, new=1.0) for device, s in (("a", 2.0), ("b", 8.0)))
         after = method.step(state, method.fold(state, method.fold(state, None, first), second)).model
         assert after["bn.running_var"] == pytest.approx([3.0])
@@ -291,7 +291,7 @@ def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params:
 def test_an_update_that_does_not_say_its_steps_is_refused(name: str) -> None:
     """None, zero and NaN alike."""
     method = methods.load(name)
-    state = method.init(to_train(), method.params(), 0)
+    state = method.init(toy_bundle(), method.params(), 0)
     for metrics in ({}, {"steps": 0.0}, {"steps": float("nan")}):
         with pytest.raises(UpdateError, match="this method has to know"):
             method.fold(state, None, update(state.model, new=1.0, **metrics))
@@ -304,5 +304,5 @@ def test_a_round_nobody_answered_changes_nothing() -> None:
     """No total, or one without weight."""
     for name in ("fedavg", "fedprox", "scaffold", "fednova", "fedopt", "fedbn", "moon"):
         method = methods.load(name)
-        state = method.init(to_train(), method.params(), 0)
+        state = method.init(toy_bundle(), method.params(), 0)
         assert method.step(state, None) is state

@@ -11,8 +11,9 @@ import pytest
 from fedavg_runs import play, same_bits, torch_one
 
 from fedquilt.core import Answer, Examples, ModelError
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import fedavg, fedbn, moon
-from fedquilt.testing.toys import to_train
+from fedquilt.testing.toys import toy_bundle
 from fedquilt.tools.simulation import Member
 
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
@@ -38,7 +39,7 @@ def bn_start() -> dict[str, np.ndarray]:
 
 
 def begun() -> fedavg.State:
-    return fedavg.init(to_train(BN, bn_start()), fedavg.Params(), 0)
+    return fedavg.init(toy_bundle(BN, bn_start()), fedavg.Params(), 0)
 
 
 def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
@@ -53,7 +54,7 @@ def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
         if isinstance(module, torch.nn.BatchNorm2d)
         for name in module.state_dict()
     }
-    assert fedbn.private(begun()) == wanted
+    assert fedbn.private_names(begun()) == wanted
     assert any("bn" not in name for name in wanted)
 
 
@@ -65,15 +66,15 @@ def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
     def work(task: Any, site: Any) -> Answer:
         answer = fedbn.work(task, site)
         assert answer.bundles["model"].keys().isdisjoint(answer.local)
-        with_own = fedbn.check(task, replace(site, local=answer.local))
-        with_first = fedbn.check(task, replace(site, local={}))
+        with_own = metrics_of(fedbn.check(task, replace(site, local=answer.local)))
+        with_first = metrics_of(fedbn.check(task, replace(site, local={})))
         checked.append(abs(with_own["loss"] - with_first["loss"]))
         kept[site.device] = answer.local
         return answer
 
     double = replace(fedbn.METHOD, work=work)
-    run = play("fedbn", torch_one(), to_train(BN, bn_start()), pictures(), rounds=2, method=double)
-    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private(begun())
+    run = play("fedbn", torch_one(), toy_bundle(BN, bn_start()), pictures(), rounds=2, method=double)
+    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private_names(begun())
     means = [kept[device]["0.1.running_mean"] for device in ("dev-0", "dev-1")]
     assert np.abs(means[0] - means[1]).max() > 1e-3
     assert min(checked) > 0
@@ -147,4 +148,4 @@ def test_moon_says_so_where_there_is_no_linear_layer() -> None:
     table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
     table = {key: table[key] for key in ("name", "classes", "input")}
     with pytest.raises(ModelError, match="last linear layer, and this network has none"):
-        moon.init(to_train(table, {}), moon.Params(), 0)
+        moon.init(toy_bundle(table, {}), moon.Params(), 0)

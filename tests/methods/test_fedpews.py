@@ -16,7 +16,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Contribution, DeviceView, JobError, ModelError, UpdateError
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 
 ALL_ONES = {"warmup": 3, "first_score": 100.0, "diversity": 0.0}  # theta is 1 and stays it: its slope is 0
 
@@ -334,7 +334,7 @@ def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params:
 
 def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> None:
     """Without a warm-up none is."""
-    bundle = to_train()
+    bundle = toy_bundle()
     bare = replace(bundle, files={"model": bundle.files["model"]})
     with pytest.raises(ModelError, match="run `fedquilt prepare` anew"):
         fedpews.init(bare, fedpews.Params(), 0)

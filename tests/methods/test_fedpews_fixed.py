@@ -12,6 +12,7 @@ from fedpews_runs import PLAN, H, begun, play, play_on
 
 from fedquilt import tensors
 from fedquilt.core import Answer, Bundle, DeviceView
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import fedpews_fixed
 from fedquilt.models.partial import masks
 from fedquilt.testing.toys import MLP, files, learners
@@ -72,12 +73,12 @@ def test_a_device_is_judged_by_what_it_has() -> None:
     checked: list[float] = []
 
     def work(task: Any, site: Any) -> Answer:
-        checked.append(fedpews_fixed.check(task, site)["accuracy"])
+        checked.append(metrics_of(fedpews_fixed.check(task, site))["accuracy"])
         return fedpews_fixed.work(task, site)
 
     run = play("fedpews_fixed", numpy_one(), learners(1), devices=["dev-0"], warmup=2, work=work)
     mark = masks.covered(PLAN, np.array([1, 1, 0, 0, 0], bool))
     held = learners(1)[0].held
     own = [{n: a * mark[n] if n in mark else a for n, a in state.model.items()} for state in run[:2]]
-    wanted = [numpy_one().evaluate(MLP, model, held)["accuracy"] for model in [*own, run[2].model]]
+    wanted = [metrics_of(numpy_one().evaluate(MLP, model, held))["accuracy"] for model in [*own, run[2].model]]
     assert checked == wanted

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedsdg_runs import ENGINE, LAYERS, NETWORK, QUICK, WEIGHTS, Played, asked, began, bundle
+from fedsdg_runs import ENGINE, LAYERS, QUICK, WEIGHTS, Played, asked, began, bundle
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, JobError, ModelError
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import fedavg, fedsdg
 from fedquilt.models.partial import lora
 from fedquilt.testing.toys import given, members
@@ -77,8 +78,8 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
     order = method.send(state, DeviceView("a", None))
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
-    everything = fedavg.State(state.params, NETWORK, {**backbone, **state.model}, 0.0, 0)
-    most = fedavg.order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    everything = fedavg.State(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
+    most = fedavg.training_order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 
@@ -108,7 +109,7 @@ def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name: str)
     assert method.check is not None
     task, site = given(method, method.send(state, DeviceView(member.device, None)), member, ENGINE)
     local = method.work(task, site).local
-    assert method.check(task, replace(site, local=local))["loss"] != method.check(task, site)["loss"]
+    assert method.check(task, replace(site, local=local)).loss != method.check(task, site).loss
 
 
 def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does() -> None:
@@ -168,8 +169,8 @@ def test_the_result_is_the_model_with_all_gates_shut() -> None:
         name: np.full_like(array, -100) if name.endswith("gate") else array
         for name, array in played.worked[-1][1].local.items()
     }
-    whole = ENGINE.evaluate(found.meta["network"], found.tensors, site.held)
-    shut = fedsdg.check(task, replace(site, local=mine))
+    whole = metrics_of(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
+    shut = metrics_of(fedsdg.check(task, replace(site, local=mine)))
     assert shut["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert shut["accuracy"] == whole["accuracy"]
 
@@ -180,10 +181,10 @@ def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset: str) -> 
     played = Played("fedsdg", rounds=2, lr=0.02, preset=preset)
     state = played.states[-1]
     found = played.method.result(state)
-    told = [fedsdg.check(*asked(state, None, device)) for device in (0, 1)]
+    told = [metrics_of(fedsdg.check(*asked(state, None, device))) for device in (0, 1)]
     for device, each in enumerate(told):
         _, site = asked(state, None, device)
-        whole = ENGINE.evaluate(found.meta["network"], found.tensors, site.held)
+        whole = metrics_of(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
         assert each["accuracy"] == whole["accuracy"]
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
@@ -204,7 +205,7 @@ def test_fedlora_with_mu_stays_nearer_to_what_it_received() -> None:
 def test_the_three_groups_move_at_their_own_rates() -> None:
     """Adam's first step is its rate, whatever the gradient: 0.001 shared, 0.002 own, 0.03 gates, 0 the backbone."""
     task, site = asked(began(lr=0.001, lr_own=0.002, lr_gates=0.03, batch=1000))
-    before = fedsdg.own(task, site, site.load("backbone"))
+    before = fedsdg.load_own_branch(task, site, site.load("backbone"))
     answer = fedsdg.work(task, site)
     steps = {"shared": list(answer.bundles["delta"].values())}
     for name, leaves in (("own", lora.OWN), ("gate", (lora.GATE,))):
@@ -234,14 +235,14 @@ def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None
     assert tensors.encode(worked[1][0].local) == tensors.encode(worked[0][1].local)
     state = began()
     grown = {name: array + 1 for name, array in worked[1][1].local.items()}
-    losses = [fedsdg.check(*asked(state, local))["loss"] for local in (None, grown)]
+    losses = [metrics_of(fedsdg.check(*asked(state, local)))["loss"] for local in (None, grown)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
 def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
     """The same whenever it is asked, another for another device; B_p small, so that gates have a gradient."""
     state = began()
-    first, again, other = (fedsdg.own(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
+    first, again, other = (fedsdg.load_own_branch(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
     assert tensors.encode(first) == tensors.encode(again) != tensors.encode(other)
     noise = np.concatenate([first[name].ravel() for name in first if name.endswith("own_b")])
     assert 0.005 < noise.std() < 0.02
@@ -258,7 +259,7 @@ def test_a_branch_of_another_rank_is_refused() -> None:
 def test_training_makes_the_devices_better() -> None:
     """Three rounds at a quick rate: a lower loss on the devices' own held-out examples than before."""
     played = Played("fedsdg", rounds=3, lr=0.02, lr_own=0.02)
-    first = fedsdg.check(*asked(played.states[0]))
-    last = fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local))
+    first = metrics_of(fedsdg.check(*asked(played.states[0])))
+    last = metrics_of(fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local)))
     assert played.worked[-2][0].device == "dev-0"
     assert last["loss"] < 0.9 * first["loss"]

@@ -16,6 +16,7 @@ from fedquilt.core import (
     Answer,
     Bundle,
     DeviceView,
+    EvaluationSums,
     Examples,
     Hooks,
     JobError,
@@ -25,8 +26,9 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import fedavg, fedprox, fedsq
-from fedquilt.testing.toys import files, play, registered
+from fedquilt.testing.toys import files, play, register_entry
 from fedquilt.testing.toys import given as delivered
 from fedquilt.tools.simulation import Member
 
@@ -42,7 +44,7 @@ METHOD = fedsq.METHOD
 
 def bundle(network: dict[str, Any] = RESIDUAL, **meta: Any) -> Bundle:
     start = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
-    facts = {"network": network, "flops": 100.0, **registered(network), **meta}
+    facts = {"network": network, "flops": 100.0, **register_entry(network), **meta}
     return Bundle(facts, files({"model": start}), lambda name: dict(start))
 
 
@@ -129,9 +131,9 @@ def test_frozen_gates_are_not_fedavg_where_there_is_a_gate() -> None:
 def test_at_its_start_it_tells_what_the_pre_trained_network_tells(tmp_path: Path) -> None:
     """Accuracy and loss on the held-out share, cached and not."""
     held = members()[0].held
-    wanted = engine().evaluate(RESIDUAL, bundle().load("model"), held)
+    wanted = metrics_of(engine().evaluate(RESIDUAL, bundle().load("model"), held))
     for cache in ("float32", "off"):
-        told = fedsq.check(*one_task(params(cache=cache), tmp_path))
+        told = metrics_of(fedsq.check(*one_task(params(cache=cache), tmp_path)))
         assert told == pytest.approx(wanted, rel=1e-5)
 
 
@@ -161,7 +163,7 @@ class Counting(TorchEngine):
 
     looked_up = 0
 
-    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+    def evaluate(self, *args: Any, **options: Any) -> EvaluationSums:
         self.looked_up += 1
         return super().evaluate(*args, **options)
 
@@ -291,7 +293,7 @@ def test_a_device_without_held_out_examples_tells_that(tmp_path: Path) -> None:
     """There is nothing to look up."""
     member = members()[0]
     task, site = one_task(params(), tmp_path, replace(member, held=Examples(member.held.x[:0], member.held.y[:0])))
-    assert fedsq.check(task, site) == {"examples": 0.0}
+    assert fedsq.check(task, site).examples == 0
 
 
 def test_a_received_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 from fedquilt import exact, methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Examples, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
-from fedquilt.testing.toys import given, learners, remembered, to_train
+from fedquilt.testing.toys import given, learners, remembered, toy_bundle
 from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.simulation import Member
 
@@ -25,7 +26,7 @@ DEEP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
 def bundle() -> Any:
     from fedquilt.edge_agent.engines import numpy_engine
 
-    return to_train(DEEP, numpy_engine.init(DEEP, 0))
+    return toy_bundle(DEEP, numpy_engine.init(DEEP, 0))
 
 
 def play(devices: list[Member] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:
@@ -287,9 +288,9 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
     """Asked for a fingerprint there is no model yet; later it is the one it keeps."""
     run, worked = play(rounds=3)
     site = worked[0][1]
-    assert genefl.check(worked[0][0], site) == {"examples": 0.0}
+    assert genefl.check(worked[0][0], site).examples == 0
     task, site, answer = trained(worked, "dev-1")[-1]
-    found = genefl.check(task, replace(site, local=answer.local))
+    found = metrics_of(genefl.check(task, replace(site, local=answer.local)))
     assert found["accuracy"] == answer.metrics["personal"]
     assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 

@@ -15,7 +15,7 @@ from fedquilt import methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Examples, ModelError, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
-from fedquilt.testing.toys import given, learners, to_train
+from fedquilt.testing.toys import given, learners, toy_bundle
 from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
@@ -64,7 +64,7 @@ def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tu
         answers.append(method.work(task, site))
         return answers[-1]
 
-    bundle, members = (to_train(BN, tensors_of()), pictures()) if engine else (to_train(), learners(3))
+    bundle, members = (toy_bundle(BN, tensors_of()), pictures()) if engine else (toy_bundle(), learners(3))
     engine = engine or NumpyEngine(1 << 40, base_bytes=0)
     double = replace(method, work=work)
     return run_of(name, bundle, members, {**SMALL, **params}, engine=engine, method=double, rounds=rounds), answers
@@ -80,9 +80,9 @@ def torch_one() -> Any:
 
 def test_of_a_resnet18_the_papers_bytes_travel() -> None:
     """GENE-FL's table: FedFina 31.50 MiB, and ParFed what is left of the 42.65 MiB that are learned: 11.15."""
-    bundle = to_train(RESNET18, resnet18())
+    bundle = toy_bundle(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
-    learned = fedavg.learned(fedavg.init(bundle, fedavg.Params(), 0))
+    learned = fedavg.trained_names(fedavg.init(bundle, fedavg.Params(), 0))
     assert mib(fina.model) == 31.5
     assert mib(par.model) == pytest.approx(mib({name: resnet18()[name] for name in learned}) - 31.5)
     assert f"{mib(par.model):.2f}" == "11.15"
@@ -92,7 +92,7 @@ def test_of_a_resnet18_the_papers_bytes_travel() -> None:
 
 def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_papers_did() -> None:
     """Two of 512x512x3x3 and layer2.0.conv1 told to be the smallest."""
-    bundle = to_train(RESNET18, resnet18())
+    bundle = toy_bundle(RESNET18, resnet18())
     state = fedlg.init(bundle, fedlg.Params(), 0)
     small = {"layer4.0.conv2.weight", "layer4.1.conv2.weight", "layer2.0.conv1.weight"}
     sizes = {name: np.array([0.1 if name in small else 1.0]) for name in state.candidates}
@@ -113,11 +113,11 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> No
         taken[:] = [(round.down_bytes, round.up_bytes) for round in simulation.rounds]
 
     engine = NumpyEngine(1 << 40, base_bytes=0)
-    *_, state = run_of(name, to_train(), learners(1), SMALL, engine=engine, observe=observe, rounds=4)
+    *_, state = run_of(name, toy_bundle(), learners(1), SMALL, engine=engine, observe=observe, rounds=4)
     shared = len(tensors.encode(state.model)) if name != "local" else 0
     assert taken[3] == (shared, shared)
     assert taken[0][0] > shared
-    assert shared < len(tensors.encode(to_train().load("model")))
+    assert shared < len(tensors.encode(toy_bundle().load("model")))
 
 
 @pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
@@ -156,17 +156,17 @@ def test_parfed_that_keeps_nothing_is_fedavg() -> None:
 
 def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
     """Of all that is learned."""
-    bundle = to_train(BN, tensors_of())
+    bundle = toy_bundle(BN, tensors_of())
     par = parfed.init(bundle, parfed.Params(layers=2), 0).model.keys()
     fina = fedfina.init(bundle, fedfina.Params(layers=2), 0).model.keys()
     assert par.isdisjoint(fina)
-    assert par | fina == set(fedavg.learned(fedavg.init(bundle, fedavg.Params(), 0)))
+    assert par | fina == set(fedavg.trained_names(fedavg.init(bundle, fedavg.Params(), 0)))
 
 
 def test_a_network_that_cannot_be_parted_is_refused() -> None:
     """A single linear layer."""
     table = {"name": "mlp", "inputs": 3, "hidden": [], "classes": 2}
-    bundle = to_train(table, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
+    bundle = toy_bundle(table, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
     for method in (parfed, fedfina, fedlg):
         with pytest.raises(ModelError, match="no part of it to share"):
             method.init(bundle, method.Params(), 0)
@@ -193,7 +193,7 @@ def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them() -> Non
 
 def test_a_gradients_size_is_its_root_mean_square() -> None:
     """By the engine's Fisher diagonal on the device's mini-batches, at the weights that the device came to."""
-    state = fedlg.init(to_train(), fedlg.Params(**SMALL), 0)
+    state = fedlg.init(toy_bundle(), fedlg.Params(**SMALL), 0)
     engine = NumpyEngine(1 << 40, base_bytes=0)
     order = fedlg.send(state, DeviceView("dev-0", None))
     task, site = given(fedlg.METHOD, order, learners(1)[0], engine)
@@ -211,12 +211,12 @@ def test_what_a_device_has_trained_is_not_lost_when_sharing_begins() -> None:
     _, site = given(fedlg.METHOD, order, learners(1)[0], engine, number=1, local=own)
     assert tensors.encode(fedrep.whole(site)) == tensors.encode(own)
     late = replace(site, local={})
-    assert tensors.encode(fedrep.whole(late)) == tensors.encode(to_train().load("model"))
+    assert tensors.encode(fedrep.whole(late)) == tensors.encode(toy_bundle().load("model"))
 
 
 def test_a_size_below_nothing_is_refused() -> None:
     """It would make its layer everybody's first."""
-    state = fedlg.init(to_train(), fedlg.Params(), 0)
+    state = fedlg.init(toy_bundle(), fedlg.Params(), 0)
     sizes = {name: np.array([-1.0]) for name in state.candidates}
     with pytest.raises(UpdateError, match="smaller than nothing"):
         fedlg.fold(state, None, Contribution("a", 0, 1.0, {}, {"sizes": sizes}))
@@ -228,7 +228,7 @@ def test_a_size_below_nothing_is_refused() -> None:
 def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
     """Two devices send layer 1 (3 and 7 with weights 1 and 3: 6), one sends layer 3 (5); else it is as it was."""
     start = {f"{layer}.{kind}": np.zeros((1, 1), np.float32) for layer in (1, 3, 5) for kind in ("weight",)}
-    state = fedavg.init(to_train({"name": "x"}, start, kinds={}), fedlp.Params(), 0)
+    state = fedavg.init(toy_bundle({"name": "x"}, start, kinds={}), fedlp.Params(), 0)
     total = None
     for device, weight, sent in (("a", 1.0, {"1": 3.0}), ("b", 3.0, {"1": 7.0, "3": 5.0}), ("c", 2.0, {})):
         model = {f"{layer}.weight": np.full((1, 1), value, np.float32) for layer, value in sent.items()}
@@ -248,7 +248,7 @@ def test_fedlp_leaves_layers_out_before_they_are_sent() -> None:
 
 def test_half_a_layer_is_refused() -> None:
     """It would be told from a layer that was left out by nobody."""
-    state = fedavg.init(to_train(), fedlp.Params(), 0)
+    state = fedavg.init(toy_bundle(), fedlp.Params(), 0)
     half = {"1.weight": state.model["1.weight"]}
     with pytest.raises(UpdateError, match=r"tensor names differ: 1\.bias"):
         fedlp.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": half}))
@@ -259,7 +259,7 @@ def test_half_a_layer_is_refused() -> None:
 def test_fedlps_layers_are_all_of_the_network() -> None:
     """Each tensor is in one; statistics go with the layer that they are of, counters as counters."""
     model = tensors_of()
-    found = fedlp.units(fedavg.init(to_train(BN, model), fedlp.Params(), 0))
+    found = fedlp.units_to_drop(fedavg.init(toy_bundle(BN, model), fedlp.Params(), 0))
     assert sorted(name for names in found for name in names) == sorted(model)
     for names in found:
         assert any(model[name].ndim > 1 for name in names)

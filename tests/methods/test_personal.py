@@ -26,7 +26,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
-from fedquilt.testing.toys import given, learners, play, to_train
+from fedquilt.testing.toys import given, learners, play, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
@@ -55,7 +55,7 @@ class Played:
 
         self.states = play(
             name,
-            to_train(),
+            toy_bundle(),
             learners(3, 13),
             {**SMALL, **params},
             engine=engine or numpy_one(),
@@ -75,7 +75,7 @@ class Played:
 
 def one(method: Method, engine: Any, **params: Any) -> tuple[Task, Site]:
     """The first round's task of one device."""
-    state = method.init(to_train(), method.params(**{**SMALL, **params}), 0)
+    state = method.init(toy_bundle(), method.params(**{**SMALL, **params}), 0)
     return given(method, method.send(state, DeviceView("dev-0", None)), learners(1, 13)[0], engine)
 
 
@@ -142,7 +142,7 @@ def test_local_models_know_nothing_of_each_other() -> None:
             return answer
 
         double = replace(method, work=work)
-        play("local", to_train(), [member], SMALL, engine=numpy_one(), method=double, rounds=3)
+        play("local", toy_bundle(), [member], SMALL, engine=numpy_one(), method=double, rounds=3)
         apart.append(tensors.encode(sites[-1]))
     assert run.kept[-3:] == apart
     assert len(set(apart)) == 3
@@ -231,7 +231,7 @@ def test_pfedmes_server_goes_by_beta_and_by_no_examples() -> None:
     """From 0 to models 1 and 4: the mean is 2.5, with beta = 2 it is 5. One that weighs more is refused."""
     start = {"x": np.zeros(1, np.float32)}
     for beta, wanted in ((1.0, 2.5), (2.0, 5.0)):
-        state = pfedme.METHOD.init(to_train({"name": "x"}, start, kinds={}), pfedme.Params(beta=beta), 0)
+        state = pfedme.METHOD.init(toy_bundle({"name": "x"}, start, kinds={}), pfedme.Params(beta=beta), 0)
         total = None
         for device, value in (("a", 1.0), ("b", 4.0)):
             model = {"model": {"x": np.full(1, value, np.float32)}}
@@ -314,7 +314,7 @@ def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_comm
     from fedquilt.models.networks import registry
 
     start = {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
-    state = fedrep.init(to_train(BN, start), fedrep.Params(), 0)
+    state = fedrep.init(toy_bundle(BN, start), fedrep.Params(), 0)
     assert state.own.keys().isdisjoint(state.model)
     assert state.own.keys() | state.model.keys() == start.keys()
     assert {array.shape[0] for array in state.own.values()} == {3}  # the classifier of three classes
@@ -325,13 +325,13 @@ def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_comm
 
 def test_a_head_of_several_layers_is_named() -> None:
     """And one that is not there, or is everything, is refused with what there is."""
-    state = fedrep.init(to_train(), fedrep.Params(head=("1",)), 0)
+    state = fedrep.init(toy_bundle(), fedrep.Params(head=("1",)), 0)
     assert state.own.keys() == {"1.weight", "1.bias"}
     with pytest.raises(ModelError, match=r"no layer 'fc'; it has 1, 3"):
-        fedrep.init(to_train(), fedrep.Params(head=("fc",)), 0)
+        fedrep.init(toy_bundle(), fedrep.Params(head=("fc",)), 0)
     with pytest.raises(ModelError, match="nothing would be shared"):
-        fedrep.init(to_train(), fedrep.Params(head=("1", "3")), 0)
-    convolutional = to_train({"name": "x"}, {"conv10.weight": np.zeros((3, 1, 1, 1), np.float32)}, kinds={})
+        fedrep.init(toy_bundle(), fedrep.Params(head=("1", "3")), 0)
+    convolutional = toy_bundle({"name": "x"}, {"conv10.weight": np.zeros((3, 1, 1, 1), np.float32)}, kinds={})
     with pytest.raises(ModelError, match="no last linear layer"):
         fedrep.init(convolutional, fedrep.Params(), 0)
 
@@ -361,7 +361,7 @@ def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params:
 
 def test_nothing_travels_with_local() -> None:
     """An update with tensors is refused, by name."""
-    state = local.init(to_train(), local.METHOD.params(), 0)
+    state = local.init(toy_bundle(), local.METHOD.params(), 0)
     with pytest.raises(UpdateError, match="dev-7 sent model"):
         local.fold(state, None, Contribution("dev-7", 0, 1.0, {}, {"model": dict(state.model)}))
     assert local.step(state, None) is state
@@ -385,5 +385,5 @@ def test_a_private_model_of_another_network_is_refused(name: str) -> None:
 def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
     """The very same state."""
     method = methods.load(name)
-    state = method.init(to_train(), method.params(), 0)
+    state = method.init(toy_bundle(), method.params(), 0)
     assert method.step(state, None) is state

@@ -11,7 +11,8 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, ModelError, Site, Task
-from fedquilt.testing.toys import given, members, play, to_train
+from fedquilt.evaluation import metrics_of
+from fedquilt.testing.toys import given, members, play, toy_bundle
 
 torch = pytest.importorskip("torch", reason="networks with batch normalisation and attention are torch's")
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
@@ -51,7 +52,7 @@ class Played:
             return answer
 
         first = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
-        self.first = to_train(network, first)
+        self.first = toy_bundle(network, first)
         known = {"epochs": 1, "batch": 6, "lr": 0.1, **params}
         self.states = play(
             name,
@@ -84,10 +85,10 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
         task, site = played.given(device, DeviceView(member.device, None, (0, 1, 2)))
-        wanted = played.method.check(task, replace(site, local=local))  # type: ignore[misc]
+        wanted = metrics_of(played.method.check(task, replace(site, local=local)))  # type: ignore[misc]
         task, site = played.given(device, DeviceView("", None))
         own = played.method.personal(task, replace(site, device=member.device, local=local))  # type: ignore[misc]
-        found = played.engine.evaluate(network, own, site.held)
+        found = metrics_of(played.engine.evaluate(network, own, site.held))
         assert found["accuracy"] == wanted["accuracy"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         made.append(tensors.encode(own))
@@ -100,7 +101,8 @@ def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
     own = played.method.personal(task, site)  # type: ignore[misc]
-    found, wanted = played.engine.evaluate(network, own, site.held), played.method.check(task, site)  # type: ignore[misc]
+    found = metrics_of(played.engine.evaluate(network, own, site.held))
+    wanted = metrics_of(played.method.check(task, site))  # type: ignore[misc]
     assert found["accuracy"] == wanted["accuracy"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
@@ -109,7 +111,7 @@ def test_genefl_has_no_network_for_a_newcomer() -> None:
     """Its evaluation has none either: a device is asked for its fingerprint first."""
     played = played_once([name for name, _, _ in CASES].index("genefl"))
     task, site = played.given(0, DeviceView("", None))
-    assert played.method.check(task, site) == {"examples": 0.0}  # type: ignore[misc]
+    assert played.method.check(task, site).examples == 0  # type: ignore[misc]
     with pytest.raises(ModelError, match=r"dev-0 has no model of its own of .*: genefl gives a device one"):
         played.method.personal(task, site)  # type: ignore[misc]
 

@@ -13,8 +13,9 @@ from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Contribution, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import robust
-from fedquilt.testing.toys import learners, play, to_train
+from fedquilt.testing.toys import learners, play, toy_bundle
 
 RULES = ("trimmed_mean", "median", "krum", "multi_krum", "clipped")
 
@@ -22,7 +23,9 @@ RULES = ("trimmed_mean", "median", "krum", "multi_krum", "clipped")
 def begun(size: int = 2, **params: Any) -> robust.State:
     start = {"x": np.zeros(size, np.float32), "x.running_var": np.ones(1, np.float32), "seen": np.zeros((), np.int64)}
     return robust.init(
-        to_train({"name": "x"}, start, kinds={"x.running_var": "buffer", "seen": "counter"}), robust.Params(**params), 0
+        toy_bundle({"name": "x"}, start, kinds={"x.running_var": "buffer", "seen": "counter"}),
+        robust.Params(**params),
+        0,
     )
 
 
@@ -124,7 +127,7 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None
 
     def model(name: str, **more: Any) -> Mapping[str, np.ndarray]:
         engine, cohort = NumpyEngine(1 << 40, base_bytes=0), {"min_devices": 3}
-        *_, last = play(name, to_train(), learners(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort)
+        *_, last = play(name, toy_bundle(), learners(3), {**small, **more}, engine=engine, rounds=3, cohort=cohort)
         return last.model
 
     ours, theirs = model("robust", attackers=0.0, **params), model("fedavg")
@@ -140,8 +143,9 @@ def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) 
 
     def loss(name: str, rounds: int, **params: Any) -> float:
         chosen, cohort = {"epochs": 2, "batch": 8, "lr": 0.1, **params}, {"min_devices": 3}
-        *_, last = play(name, to_train(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet)
-        return float(np.mean([engine.evaluate(last.network, last.model, each.held)["loss"] for each in devices]))
+        *_, last = play(name, toy_bundle(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet)
+        evaluated = [metrics_of(engine.evaluate(last.network, last.model, each.held)) for each in devices]
+        return float(np.mean([each["loss"] for each in evaluated]))
 
     assert loss("robust", 8, rule=rule) < np.log(3)
     if rule == "median":

@@ -20,7 +20,7 @@ from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _by_width
 from fedquilt.models.partial import width
-from fedquilt.testing.toys import pictures, to_train
+from fedquilt.testing.toys import pictures, toy_bundle
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
 
@@ -50,7 +50,7 @@ def bundle() -> Bundle:
         torch.manual_seed(1)
         module = registry.build(NETWORK)
     model = {key: value.numpy().copy() for key, value in module.state_dict().items()}
-    found = to_train(NETWORK, model, trace.plan(module))
+    found = toy_bundle(NETWORK, model, trace.trace_plan(module))
     return replace(found, meta={**found.meta, "flops": 1e6, "example_bytes": 10**6})
 
 
@@ -139,7 +139,7 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
     method, state = begun("fedlps")
     from fedquilt.methods import fedlps
 
-    held = fedlps.still(state)
+    held = fedlps.encoder_names(state)
     assert set(method.settle.send(state, view("a", LARGE)).params["still"]) == held
     seen = width.Moments(held)
     examples = Examples(np.zeros((8, 8, 8), np.uint8), np.zeros(8, np.int64))
@@ -151,7 +151,7 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
 def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
     """HeteroFL on a perceptron."""
     method = methods.load("heterofl")
-    assert not method.settle.wanted(method.init(to_train(), method.params(), 0))
+    assert not method.settle.wanted(method.init(toy_bundle(), method.params(), 0))
     assert method.settle.wanted(begun("heterofl")[1])
 
 
@@ -191,7 +191,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         assert path is not None
         state = tensors.unpack(path.read_bytes(), _by_width.State)
     assert [fact.settled for fact in committed] == [False, False, True, False, True, False]
-    assert [fact.round for fact in committed if "check.accuracy" in fact.metrics] == [0, 3, 5]
+    assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]
     asked = [sum(isinstance(fact, Answered) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]
     assert progress.done(facts, 3) == 3

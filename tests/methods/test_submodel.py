@@ -12,6 +12,7 @@ from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
 
 from fedquilt import methods, tensors
 from fedquilt.core import DeviceView, ModelError
+from fedquilt.evaluation import metrics_of
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import partial
 from fedquilt.testing.toys import given
@@ -108,7 +109,7 @@ def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
 def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
     """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
     first, last = run(name, bundle(), rounds=2)[::2]
-    at = depthfl.part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
+    at = depthfl.stages_part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
     sent = partial.width.add(first.model, None, partial.width.cut(first.model, at), at, 1.0)
     for key, array in first.model.items():
         apart = name != "depthfl" and key.rpartition(".")[2] in (
@@ -134,8 +135,8 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
         assert method.check is not None
         task, site = given(method, order, member, engine())
         told = method.check(task, site)
-        assert told["examples"] == 4
-        assert 0 <= told["accuracy"] <= 1
+        assert told.examples == 4
+        assert 0 <= metrics_of(told)["accuracy"] <= 1
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])

@@ -68,7 +68,10 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     module = registry.build(network).eval()
     module.load_state_dict({key: torch.tensor(value) for key, value in found.tensors.items()})
     x, said = torch.rand(2, 1, 8, 8), []
-    for layer in [*module.exit, module.get_submodule(depth.body(depthfl.network(state), 4, state.register).head)]:
+    for layer in [
+        *module.exit,
+        module.get_submodule(depth.split_stages(depthfl.network(state), 4, state.register).head),
+    ]:
         layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
     assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
     assert len(said) == 4
@@ -90,7 +93,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
     """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
-    body = depth.body(fedepth.network(state), 6, state.register)
+    body = depth.split_stages(fedepth.network(state), 6, state.register)
     found = fedepth.groups(body, 3)
     assert sorted(name for group in found for name in group.names) == sorted(
         name for stage in body.stages for name in stage.names
@@ -143,7 +146,8 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
         first, last = found[0], found[-1]
         result = ft_part.METHOD.result(last).tensors
         assert (
-            sorted({name.rpartition(".")[0] for name in first.model})[-1] == depth.body(result, 1, last.register).head
+            sorted({name.rpartition(".")[0] for name in first.model})[-1]
+            == depth.split_stages(result, 1, last.register).head
         )
         assert all(np.array_equal(first.own[name], result[name]) for name in first.own)
         assert all(

@@ -13,8 +13,8 @@ from fedquilt import methods
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
-from fedquilt.tensor_register import of_kinds
-from fedquilt.testing.toys import MLP_MASKS, files, given, to_train
+from fedquilt.tensor_register import register_of_kinds
+from fedquilt.testing.toys import MLP_MASKS, files, given, toy_bundle
 from fedquilt.tools.simulation import Member
 
 torch = pytest.importorskip("torch")
@@ -55,7 +55,7 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
 
     plan = masks.from_array(bundle().load("masks")["json"])
     ordered = fjord.Ordered(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
-    module, momenta = ordered.gate(registry.build(NETWORK)), []
+    module, momenta = ordered.insert_gates(registry.build(NETWORK)), []
     for width in (1.0, 0.5):
         ordered.width = width
         module(torch.rand(2, 1, 8, 8))
@@ -72,13 +72,13 @@ def test_rates_that_cut_as_much_share_their_statistics() -> None:
 def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
     """Class 0 at both devices, class 1 at the second, class 2 at none, by weights 3 and 1; all else is of both."""
     method = methods.load("heterofl")
-    state = method.init(to_train(), method.params(), 0)
+    state = method.init(toy_bundle(), method.params(), 0)
     first, second = (8 * 10**9, 3.0, 1.0, [0]), (8 * 10**9, 1.0, 5.0, [0, 1])
     after = folded(method, state, first, second)
     assert after.model["3.bias"].tolist() == [2, 5, state.model["3.bias"][2]]
     assert np.array_equal(after.model["3.weight"][2], state.model["3.weight"][2])
     assert after.model["1.bias"].tolist() == [2] * 5
-    plain = method.init(to_train(), method.params(masked=False), 0)
+    plain = method.init(toy_bundle(), method.params(masked=False), 0)
     assert folded(method, plain, first, second).model["3.bias"].tolist() == [2, 2, 2]
 
 
@@ -88,7 +88,7 @@ def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
     member = Member("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
     moved = []
     for masked in (True, False):
-        state = method.init(to_train(), method.params(masked=masked, batch=4), 0)
+        state = method.init(toy_bundle(), method.params(masked=masked, batch=4), 0)
         order = method.send(state, view(8 * 10**9))
         assert order is not None
         task, site = given(method, order, member, engine())
@@ -102,13 +102,13 @@ def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
 def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any() -> None:
     """No bundle, another number of them; a network that ends in a convolution has no rows to average."""
     method = methods.load("heterofl")
-    state = method.init(to_train(), method.params(), 0)
+    state = method.init(toy_bundle(), method.params(), 0)
     for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
         with pytest.raises(UpdateError):
             method.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": state.model, **bundles}))
     plan = masks.Plan({"0": 2}, {}, {"0.weight": masks.Follow((2, 1, 3, 3), ("0",))})
     parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.to_array(plan)}}
-    meta = {"network": {}, "register": of_kinds(parts["model"], {})}
+    meta = {"network": {}, "register": register_of_kinds(parts["model"], {})}
     made = Bundle(meta, files(parts), lambda name: parts[name])
     assert method.init(made, method.params(masked=False), 0).widths.keys() == {"0.0625", "0.125", "0.25", "0.5"}
     with pytest.raises(ModelError, match="masked = false"):
@@ -123,7 +123,7 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
     plan, model, moved = masks.from_array(made.load("masks")["json"]), made.load("model"), []
     for width in (0.5, 1.0):
         ordered = fjord.Ordered(plan, 1.0, (width,), np.random.default_rng(0))
-        hooks = Hooks(prepare=ordered.gate, steps=(Step(begin=ordered.begin),))
+        hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.begin),))
         after, _ = engine().train(NETWORK, model, examples, Fit(batch=4), np.random.default_rng(0), hooks=hooks)
         names = [key for key in model if key.rpartition(".")[2] in ("running_mean", "running_var")]
         moved.append(sum(not np.array_equal(after[key], model[key]) for key in names) / len(names))
@@ -133,7 +133,7 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
 def test_heterofl_counts_an_entry_by_who_has_it() -> None:
     """Toy network of five neurons, rates 0.2 and 1 with 3 and 1 examples: the first neuron's mean is of both."""
     method = methods.load("heterofl")
-    state = method.init(to_train(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
+    state = method.init(toy_bundle(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
     after = folded(method, state, (10**9, 3.0, 1.0, [0, 1, 2]), (8 * 10**9, 1.0, 5.0, [0, 1, 2]))
     assert after.model["1.bias"].tolist() == [2, 5, 5, 5, 5]
 
@@ -142,13 +142,13 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
     """A step at width 0.4 of five neurons: rows and columns of the last three stay, those of the first two move."""
     from fedquilt.core import Fit, Hooks, Step
 
-    model = to_train().load("model")
+    model = toy_bundle().load("model")
     ordered = fjord.Ordered(MLP_MASKS, 1.0, (0.4,), np.random.default_rng(0))
     assert ordered.marks(("1",), 1).tolist() == [1, 1, 1, 1, 1]
     draws = np.random.default_rng(0)
     examples = Examples(draws.normal(size=(8, 6)).astype(np.float32), draws.integers(0, 3, 8))
     network = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-    hooks = Hooks(prepare=ordered.gate, steps=(Step(begin=ordered.begin),))
+    hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.begin),))
     after, _ = engine().train(network, model, examples, Fit(batch=8), draws, hooks=hooks)
     assert ordered.marks(("1",), 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     for key, (rows, columns) in {"1.weight": (2, 6), "1.bias": (2, 0), "3.weight": (3, 2)}.items():
@@ -178,7 +178,7 @@ def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
         return answers[-1]
 
     found = run("fedlps", bundle(), rounds=3, method=replace(method, work=work), budgets=MIXED)
-    held = fedlps.still(found[0])
+    held = fedlps.encoder_names(found[0])
     assert any(name.endswith("running_mean") for name in held)
     for name in held:
         assert np.array_equal(found[0].model[name], found[-1].model[name])
@@ -192,7 +192,7 @@ def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round(
     method = methods.load("fedlps")
     found = run("fedlps", bundle(), rounds=2, budgets=MIXED)
     first, last = found[0], found[-1]
-    held = fedlps.still(first)
+    held = fedlps.encoder_names(first)
     narrow = method.send(last, view(512 * 10**6)).bundles["model"]  # type: ignore[union-attr]
     assert all(narrow[name].shape == first.model[name].shape for name in held)  # type: ignore[index,union-attr]
     smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]  # type: ignore[index,union-attr]

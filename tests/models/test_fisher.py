@@ -104,7 +104,7 @@ def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).eval()
     model[1].weight = model[0].weight
-    found = fisher.diagonal(model, [(torch.ones(2, 3), torch.tensor([0, 1]))])
+    found = fisher.fisher_diagonal(model, [(torch.ones(2, 3), torch.tensor([0, 1]))])
     assert found.keys() == {"0.weight", "0.bias", "1.bias"}
     assert found["0.weight"].abs().max() > 0
 

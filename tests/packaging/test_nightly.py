@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import nightly
-from fedquilt import config
 from fedquilt.tools import bench
 from fedquilt.tools.emulate import host
 from nightly import Stage
@@ -146,14 +145,6 @@ def test_the_check_of_graphs_is_run_beside_the_versions_that_need_it() -> None:
     assert all((ROOT / name).is_file() for name in tests[3:])
     assert "tests/edge_agent/task/test_hostile_graph.py" in tests
     assert "no Python 3.10 here" in nightly.with_onnxruntime("1.19.2", lambda version: None).hindrance
-
-
-def test_what_is_nightly_is_no_part_of_make_test() -> None:
-    """The marker is registered, and left out unless it is asked for; make knows the target."""
-    options = config.read(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
-    assert "-m 'not nightly'" in options["addopts"]
-    assert any(marker.startswith("nightly:") for marker in options["markers"])
-    assert "-m tests.nightly $(ARGS)" in (ROOT / "Makefile").read_text()
 
 
 def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fedquilt.edge_agent.state import Local
 from fedquilt.testing.faults import search
 from fedquilt.testing.faults.database import Connection
 from fedquilt.testing.faults.disk import SimDisk
-from fedquilt.testing.faults.schedule import Schedule, drawn, parse
+from fedquilt.testing.faults.schedule import Schedule, draw_schedule, parse_schedule
 from fedquilt.testing.faults.world import Theatre
 
 SEEDS = 200
@@ -66,7 +66,7 @@ def no_sync_of_folders(patch: Patch) -> None:
 
 def a_state_after_its_fact(patch: Patch) -> None:
     """A round's state is stored once the fact that names it is written."""
-    commit, record, held = Running._commit, Running.record, []
+    commit, record, held = Running._compute_commit, Running.record, []
 
     def early(self: Running, rounds: Rounds, now_s: float) -> Done:
         done, depot = commit(self, rounds, now_s), self._store.depot
@@ -80,7 +80,7 @@ def a_state_after_its_fact(patch: Patch) -> None:
             for payload in held:
                 self._store.depot.put(payload)
 
-    patch.setattr(Running, "_commit", early)
+    patch.setattr(Running, "_compute_commit", early)
     patch.setattr(Running, "record", late)
 
 
@@ -139,7 +139,7 @@ def no_blob_hash(patch: Patch) -> None:
 
     def finish(self: Depot, ref: BlobRef) -> None:
         self.disk.sync(self._part(ref.sha256))
-        self._place(self._part(ref.sha256), ref.sha256)
+        self._move_into_place(self._part(ref.sha256), ref.sha256)
 
     patch.setattr(Depot, "put", put)
     patch.setattr(Depot, "finish", finish)
@@ -147,7 +147,7 @@ def no_blob_hash(patch: Patch) -> None:
 
 def an_acknowledgement_before_the_record(patch: Patch) -> None:
     """What follows from a fact is done before the facts of a step are written."""
-    patch.setattr(Serving, "_act", lambda self, action, now_s: self.do(action, now_s))
+    patch.setattr(Serving, "_act", lambda self, action, now_s: self.carry_out(action, now_s))
 
 
 def a_task_that_stays_due(patch: Patch) -> None:
@@ -170,7 +170,7 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
     def write(self: Store, rows: Any) -> None:
         if rows:
-            with self._writing():
+            with self._write_transaction():
                 self._rows.append(rows)
             self.depot.settle()
 
@@ -179,8 +179,8 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
     """A device that declined in one round is not selected in the next one."""
-    plain = facts._cleared
-    patch.setattr(facts, "_cleared", lambda state, round: replace(plain(state, round), declined=state.declined))
+    plain = facts._clear_round
+    patch.setattr(facts, "_clear_round", lambda state, round: replace(plain(state, round), declined=state.declined))
 
 
 def an_epoch_used_again(patch: Patch) -> None:
@@ -195,25 +195,25 @@ def an_epoch_used_again(patch: Patch) -> None:
 
 def a_deadline_by_the_clock_of_the_process(patch: Patch) -> None:
     """A restarted coordinator counts the deadline of the running attempt from its own start."""
-    plain = job.restarted
+    plain = job.restart_event
 
     def restarted(state: Rounds, now_s: float) -> facts.Restarted | None:
         found = plain(state, now_s)
         return found and replace(found, passed_s=0.0)
 
-    patch.setattr(job, "restarted", restarted)
+    patch.setattr(job, "restart_event", restarted)
 
 
 def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
     """A task that waits for its device's profile is not sent when the profile arrives."""
-    plain = Server._said
+    plain = Server._handle_message
 
     def said(self: Server, device: str, message: Any, now_s: float) -> None:
         if isinstance(message, Profile):
             return self.registry.profile(device, message)
         return plain(self, device, message, now_s)
 
-    patch.setattr(Server, "_said", said)
+    patch.setattr(Server, "_handle_message", said)
 
 
 def a_round_check_off_by_one(patch: Patch) -> None:
@@ -339,7 +339,7 @@ def first(theatre: Theatre, planted: Planted, base: int) -> search.Failure | Non
     for seed in range(base, base + SEEDS):
         with pytest.MonkeyPatch.context() as patch:
             planted.plant(patch)
-            found = search.attempt(theatre, drawn(seed, METHODS, **planted.drawn))
+            found = search.attempt(theatre, draw_schedule(seed, METHODS, **planted.drawn))
         if isinstance(found, search.Failure):
             require_sound(theatre, found.plan)
             return found
@@ -377,7 +377,7 @@ def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
         plant(patch)
         short = search.shrunk(theatre, found)
         assert len(short.plan.text()) < len(found.plan.text())
-        assert isinstance(search.attempt(theatre, parse(short.plan.text())), search.Failure)
+        assert isinstance(search.attempt(theatre, parse_schedule(short.plan.text())), search.Failure)
     require_sound(theatre, short.plan)
 
 
@@ -385,7 +385,7 @@ def test_a_process_that_keeps_its_processor_busy_is_named(theatre: Theatre) -> N
     """A coordinator whose boards are all away, and which takes a task that it does not send for one that is due."""
     with pytest.MonkeyPatch.context() as patch:
         a_task_that_stays_due(patch)
-        found = search.attempt(theatre, parse(ALL_AWAY))
+        found = search.attempt(theatre, parse_schedule(ALL_AWAY))
     assert isinstance(found, search.Failure)
     assert found.why.startswith("coordinator spins: 21 steps at virtual second ")
-    require_sound(theatre, parse(ALL_AWAY))
+    require_sound(theatre, parse_schedule(ALL_AWAY))

@@ -1,4 +1,4 @@
-"""300 seeds of failing disks, networks, clocks and processes; what they have found before; every kind of fault."""
+"""150 seeds of failing disks, networks, clocks and processes; what they have found before; every kind of fault."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.testing.faults import search
-from fedquilt.testing.faults.schedule import KINDS, LATER, Schedule, parse
+from fedquilt.testing.faults.schedule import KINDS, LATER, Schedule, parse_schedule
 from fedquilt.testing.faults.world import Theatre
 
-SEEDS = range(300)
+SEEDS = range(150)
 PART = 50  # seeds of one test
 HERE = [name for name in search.candidates() if "numpy" in methods.load(name).engines]  # what runs without torch
 
@@ -83,7 +83,7 @@ def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
     theatre: Theatre, played: list[search.Played], first: int
 ) -> None:
     """States bit for bit those of the same cohorts in a calm run, nothing lost, private states of counted rounds."""
-    found = search.play(theatre, range(first, first + PART), among=HERE)
+    found = search.play_seeds(theatre, range(first, first + PART), among=HERE)
     played.append(found)
     assert not found.failures, "\n".join(line for failure in found.failures for line in failure.lines())
 
@@ -102,7 +102,7 @@ def test_every_kind_of_fault_has_happened(played: list[search.Played]) -> None:
 @pytest.mark.parametrize("text", REPLAYS)
 def test_what_was_found_once_does_not_come_back(theatre: Theatre, text: str) -> None:
     """Each schedule failed on the code of its time."""
-    schedule = parse(text)
+    schedule = parse_schedule(text)
     if schedule.method not in HERE:
         pytest.importorskip("torch")
     found = search.attempt(theatre, schedule)
@@ -114,7 +114,7 @@ def test_methods_that_need_torch_take_part_too(theatre: Theatre, name: str) -> N
     """A power failure of a board and one of the coordinator, with each."""
     plan = Schedule(method=name, devices=2, rounds=2)
     for who, call in (("dev-1", 70), ("coordinator", 90)):
-        faulty = parse(f"{plan.text()} crash:{who},{call},1,8.0")
+        faulty = parse_schedule(f"{plan.text()} crash:{who},{call},1,8.0")
         found = search.attempt(theatre, faulty)
         assert not isinstance(found, search.Failure), found.why
         assert found["power"] == 1

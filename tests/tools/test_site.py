@@ -87,15 +87,13 @@ def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_
         assert sum(isinstance(fact, Committed) for fact in below) == 3
 
 
-def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tuple[list[bytes], list[dict[str, float]]]:
+def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tuple[list[bytes], list[Any]]:
     """States after every round, and the rounds' evaluations."""
     table = {"cohort": {"start_devices": waits}, "check": {"every": 1}, "wire": {"codec": codec}}
     with federation(plan(folder, **table), split) as made:
         assert made.play() == "done", made.facts[-1]
         committed = [fact for fact in made.facts if isinstance(fact, Committed)]
-        return made.states, [
-            {name: value for name, value in fact.metrics.items() if name.startswith("check.")} for fact in committed
-        ]
+        return made.states, [fact.evaluation for fact in committed]
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -103,11 +101,10 @@ def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, cod
     """As boards of one coordinator do: the closing evaluation too, which trains nobody."""
     states, flat = checked(tmp_path / "flat", (), 6, codec)
     assert len(flat) == 4
-    assert all({"check.accuracy", "check.examples"} <= each.keys() for each in flat)
+    assert all(each is not None and each.examples for each in flat)
     below, sited = checked(tmp_path / "sited", (3, 2), 3, codec)
     assert below == states
-    for one, other in zip(flat, sited, strict=True):
-        assert other == pytest.approx(one, rel=1e-12)
+    assert sited == flat
 
 
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
@@ -162,5 +159,5 @@ def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Pat
             export(store, run, tmp_path / "out.safetensors")
         assert (store.home / "sites" / run).is_dir()
         store.set_status(run, "stopped")
-        housekeeping.remove(store, [run])
+        housekeeping.remove_runs(store, [run])
         assert not (store.home / "sites" / run).exists()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import tempfile
 import threading
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from fedquilt import onnx_fill
 from fedquilt.core import DataError, ModelError, shorten_error
 from fedquilt.data import reading
 from fedquilt.data.readers import audio, image_file, table, text
@@ -42,7 +45,7 @@ class Classifier:
     """A network with its labels. One thread at a time may use it.
 
     Args:
-        model: the ONNX file.
+        model: the ONNX file; its weights may be in a file beside it.
         labels: names of its classes; None: as the file has them, or else their numbers.
         threads: within one operation; 0: one per core.
 
@@ -51,9 +54,15 @@ class Classifier:
     """
 
     def __init__(self, model: Path, labels: Sequence[str] | None = None, *, threads: int = 0) -> None:
-        self.model = model
+        self.model = self._file = model
+        pieces = onnx_fill.read_whole(model)
+        if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
+            folder = tempfile.mkdtemp(prefix="fedquilt-model-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._file = Path(folder) / model.name
+            self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
-        self._about = exported.read(self._engine.facts(model))
+        self._about = exported.read_metadata(self._engine.facts(self._file))
         found = labels or self._about.labels or _numbers(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
@@ -62,7 +71,7 @@ class Classifier:
                 f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
             )
         self.labels = list(found)
-        self._reading: DataSpec = reading.spec_of(self._about.reading, {"path": "."})
+        self._reading: DataSpec = reading.spec_with_settings(self._about.reading, {"path": "."})
 
     @property
     def image(self) -> Mapping[str, Any] | None:
@@ -78,8 +87,8 @@ class Classifier:
         Raises:
             ModelError, MemoryBudgetError: it cannot be loaded.
         """
-        found = self._engine.input_shape(self.model)
-        return None if None in found else tuple(size for size in found if size is not None)
+        found = self._engine.input_shape(self._file)
+        return None if found is None or None in found else tuple(size for size in found if size is not None)
 
     def prepared(self, x: np.ndarray) -> np.ndarray:
         """Network inputs (n, ...) float32 of stored examples (n, ...), as in training.
@@ -91,7 +100,7 @@ class Classifier:
             made = self._about.prepared(x)
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
-        exported.require_shape(made, self._engine.input_shape(self.model))
+        exported.require_shape(made, self._engine.input_shape(self._file))
         return made
 
     def scores(self, prepared: np.ndarray) -> np.ndarray:
@@ -101,14 +110,16 @@ class Classifier:
             ModelError: it cannot take these inputs, or answers with something else than a number for each label.
             MemoryBudgetError: there is too little memory.
         """
-        found = self._engine.run(self.model, prepared)
+        found = self._engine.run(self._file, prepared)
         if found.ndim != 2 or found.shape[1] != len(self.labels):
             made = f"{found.shape[1:]} numbers" if found.ndim != 2 else f"{found.shape[1]}"
             raise ModelError(
                 f"{self.model} answers with {made} for an example, and there are {len(self.labels)} labels"
             )
-        if not np.isfinite(found).all():
-            raise ModelError(f"{self.model} answers with numbers that are not finite")
+        try:
+            exported.require_scores(found)
+        except ModelError as error:
+            raise ModelError(f"{self.model}: {error}") from None
         return found
 
     @property
@@ -120,8 +131,8 @@ class Classifier:
             return (".txt",)
         return image_file.SUFFIXES if self.image is not None else ()
 
-    def example(self, source: Path | bytes) -> np.ndarray:
-        """Read the example in a file as in training: an image, a recording or a text.
+    def read_example(self, source: Path | bytes) -> np.ndarray:
+        """Return the example in a file, read as in training: an image, a recording or a text.
 
         Args:
             source: A file, or the bytes of a file.
@@ -140,12 +151,12 @@ class Classifier:
         return image_file.read_image(source, self._reading.size, self._reading.depth)
 
     @property
-    def of_table(self) -> bool:
+    def takes_table_rows(self) -> bool:
         """Whether the network was trained on the rows of a table."""
         return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
 
-    def rows(self, file: Path) -> Examples:
-        """Read the examples in the rows of a table as in training, with their labels if the table has them.
+    def read_rows(self, file: Path) -> Examples:
+        """Return the examples in the rows of a table, with their labels if the table has them.
 
         Raises:
             DataError: If the table cannot be read, or a column is missing.
@@ -156,13 +167,13 @@ class Classifier:
         found = opener(file, spec, labelled=labelled)
         return Examples(found.take(np.arange(len(found.y))), found.y if labelled else None)
 
-    def uploaded_rows(self, data: bytes) -> Examples:
-        """Read the examples in the bytes of a CSV file, as `rows`."""
+    def read_uploaded_rows(self, data: bytes) -> Examples:
+        """Return the examples in the bytes of a CSV file, with their labels if it has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
             file.write(data)
             file.flush()
             try:
-                return self.rows(Path(file.name))
+                return self.read_rows(Path(file.name))
             except DataError as error:
                 raise DataError(str(error).replace(file.name, "the table")) from None
 
@@ -178,8 +189,8 @@ def _numbers(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 
 
-def array(data: bytes) -> np.ndarray:
-    """The array of an .npy file's bytes.
+def read_array(data: bytes) -> np.ndarray:
+    """Return the array in the bytes of an .npy file.
 
     Raises:
         DataError: it is none, it holds something else than numbers, or not as many bytes as it states.
@@ -200,8 +211,8 @@ def array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, kind, offset=file.tell()).reshape(shape, order="F" if order else "C")
 
 
-def arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file's bytes, by name.
+def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
+    """Return the arrays in the bytes of an .npz file, by name.
 
     Args:
         data: the file.
@@ -217,7 +228,7 @@ def arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
                 raise DataError(f"an .npz of {len(found)} arrays: at most {ARRAYS_MOST} are read")
             if sum(each.file_size for each in found) > most_bytes:
                 raise DataError(f"the .npz unpacks to more than the {most_bytes} bytes that are allowed")
-            return {each.filename.removesuffix(".npy"): array(held.read(each)) for each in found}
+            return {each.filename.removesuffix(".npy"): read_array(held.read(each)) for each in found}
     except DataError:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base

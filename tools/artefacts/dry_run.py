@@ -6,8 +6,10 @@ with the reason, which a run on devices would hide behind three attempts.
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,19 +17,22 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import methods, tensors
+from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job, params
-from fedquilt.core import Bundle, Examples, FedquiltError, Method, ModelError
+from fedquilt.core import Bundle, Examples, FedquiltError, Method, ModelError, Tensors
+from fedquilt.data import inputs
 from fedquilt.metrics import task_of
 from fedquilt.models.networks import registry
+from fedquilt.models.stitching import cka, judging, stitched
+from fedquilt.models.stitching.search_state import PAPER, Candidate, State
+from fedquilt.models.stitching.stitched import Network, Stock
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import run as simulated
 
 AMPLE: Final = 1 << 40
-SHORT: Final[
-    Mapping[str, Any]
-] = {  # most that a parameter may be: passes, examples, and a rate that nothing explodes at
+# upper limits of parameters: passes, examples, and a learning rate at which no loss explodes
+SHORT: Final[Mapping[str, Any]] = {
     "epochs": 1,
     "head_epochs": 1,
     "adapt_epochs": 1,
@@ -36,99 +41,182 @@ SHORT: Final[
     "fingerprint_samples": 8,
     "lr": 1e-3,
 }
+# the same for a search over donors' blocks
+SHORT_SEARCH: Final[Mapping[str, Any]] = {
+    "subrounds": 1,
+    "expansions": 1,
+    "finished": 2,
+    "k": 2,
+    "samples": cka.MIN_IMAGES,
+    "screen": 2,
+    "positions": 16,
+    "fit_samples": 4,
+    "finalists": 2,
+    "head_samples": 4,
+    "head_rounds": 1,
+    "stop_below": 0.0,
+}
 PHASES: Final = ("warmup", "probe", "gather")  # rounds before a method's other ones: one of them is enough
 BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a small, a middling and a large device
 EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
+SCORED: Final = 2 * cka.MIN_IMAGES  # examples of a device that scores blocks: junctions are fitted on half of them
+PROJECTED: Final = 32  # features of each tap: a head on all features of large donors takes minutes to solve
+DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
 
 
 def rehearse(job: Job, made: Bundle, folder: Path) -> None:
-    """Carry out rounds of a job that trains a network, and read what it exports.
+    """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
 
     Args:
-        job: whose method and parameters are tried; passes over examples and phases are shortened.
-        made: bundle of the job.
-        folder: where it is.
+        job: Job whose method and parameters are tried. Passes over examples and phases are shortened.
+        made: Bundle of the job.
+        folder: Folder of the bundle.
 
     Raises:
-        ModelError: the method cannot train the network; gives the reason.
+        ModelError: If the method cannot train the network or stitch the donors. Gives the reason.
     """
-    network, method = dict(made.meta.get("network", {})), methods.load(job.method)
-    if not network or "onnx" in method.engines:
-        return  # donors' blocks were run as they were made
-    engine = _engine(job, method)
+    method = methods.load(job.method)
+    engine = _make_engine(job, method)
     if engine is None:
         return
-    given = params(job)
-    shorter = {name: min(most, getattr(given, name)) for name, most in SHORT.items() if hasattr(given, name)}
+    if engine.name == "onnx":
+        with contextlib.closing(engine):
+            _rehearse_donors(job, method, made, folder, engine)
+    elif made.meta.get("network"):
+        _rehearse_network(job, method, made, folder, engine)
+
+
+def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
+    given, network = params(job), dict(made.meta["network"])
     phases = {name: min(1, getattr(given, name)) for name in PHASES if hasattr(given, name)}
     by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
     count = max(3 if by_memory else 2, method.least(given))
-    held = synthetic(network, made)
-    members = [Member(f"dry-{number}", held, held) for number in range(count)]
-    short = settings.parse(
-        {
-            "name": "dry-run",
-            "method": job.method,
-            "params": {**job.params, **shorter, **phases},
-            "rounds": min(job.rounds, 4 if phases else 3),
-            "seed": job.seed,
-            "cohort": {"attempts": 1},
-            "wire": msgspec.to_builtins(job.wire),
-            "check": {"every": 0 if method.check is None else 1},
-            "fleet": {"devices": count, "budgets": list(budgets)},
-        }
-    )
-    seen: list[BaseException] = []
-    double = _watched(method, seen)
+    held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
+    table = {
+        "params": {**job.params, **_shortened(given, SHORT), **phases},
+        "rounds": min(job.rounds, 4 if phases else 3),
+        "wire": msgspec.to_builtins(job.wire),
+        "check": {"every": 0 if method.check is None else 1},
+        "fleet": {"devices": count, "budgets": list(budgets)},
+    }
+    what = f"{job.method} cannot train the network {network.get('name')!r}"
+    with _one_thread(engine), _refusals(what, "change the network") as seen:
+        members = [Member(f"dry-{number}", held, held) for number in range(count)]
+        last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
+        _require_exportable(method, last, network, held, engine)
+
+
+def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
+    stock, given = stitched.stock(made.meta), params(job)
+    if getattr(given, "mode", "") == "paper":
+        given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
+    shorter = _shortened(given, SHORT_SEARCH)
+    shorter |= {n: v for n, v in {"completion": True, "random_features": PROJECTED}.items() if hasattr(given, n)}
+    shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
+    held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
+    table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
+    graphs = {name: bundle.file(folder, ref) for name, ref in made.files.items()}
+    with _refusals(f"{job.method} cannot stitch these donors", "change the donors") as seen:
+        _require_donors_run(stock, held.x[:EXAMPLES], lambda name, x: engine.run(graphs[name], x))
+        members = [Member(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
+        last = _played(job, table, folder, members, _recording_errors(method, seen), engine)
+        found = method.result(last)
+        _reload_stitched(found.meta, found.tensors, stock, graphs, held)
+        if isinstance(last, State):  # AFL searches no candidates
+            _reload_stitched(*stitched.to_artefact(_joined(last), stock), stock, graphs, held)
+
+
+def _shortened(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: min(value, getattr(given, name)) for name, value in most.items() if hasattr(given, name)}
+
+
+def _played(
+    job: Job, table: Mapping[str, Any], folder: Path, members: Sequence[Member], method: Method, engine: Any
+) -> Any:
+    """Return the state of the method after the rounds of a shortened job."""
+    common = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
+    short = settings.parse({**common, **table})
+    *_, last = simulated.states(short, folder, members, load=lambda name: method, engine=engine)
+    return last
+
+
+@contextlib.contextmanager
+def _one_thread(engine: Any) -> Iterator[None]:
+    """Let torch use one thread: on a busy machine threads that wait for each other take ten times as long."""
+    if engine.name != "torch":
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        *_, last = simulated.states(short, folder, members, load=lambda name: double, engine=engine)
-        _reload(method, last, network, held, engine)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _refusals(what: str, fix: str) -> Iterator[list[BaseException]]:
+    """Raise a ModelError for any error, with the reason of the first error that the method's parts raised."""
+    seen: list[BaseException] = []
+    try:
+        yield seen
     except Exception as error:  # code of methods and networks from outside may raise anything
         raise ModelError(
-            f"{job.method} cannot train the network {network.get('name')!r}: {_reason(seen[0] if seen else error)} "
-            "(found in a dry run on synthetic examples): change the network or the method's [params], or take another "
-            "method"
+            f"{what}: {_error_text(seen[0] if seen else error)} (found in a dry run on synthetic examples): {fix} or "
+            "the method's [params], or take another method"
         ) from error
 
 
-def _engine(job: Job, method: Method) -> Any:
-    """Engine of the method that this machine has, with room for everything, or None."""
-    if "torch" in method.engines and job.engine != "numpy":
-        try:
+def _make_engine(job: Job, method: Method) -> Any:
+    """Return an engine of the method that this machine has, with room for everything, or None."""
+    with contextlib.suppress(ImportError):
+        if "onnx" in method.engines:
+            from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+
+            return OnnxEngine(DONORS_BYTES, base_bytes=0, threads=1)
+        if "torch" in method.engines and job.engine != "numpy":
             from fedquilt.edge_agent.engines.torch_engine import TorchEngine
-        except ImportError:
-            pass
-        else:
+
             return TorchEngine(AMPLE, base_bytes=0)
     from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 
     return NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else None
 
 
-def synthetic(network: Mapping[str, Any], made: Bundle) -> Examples:
-    """Draw examples of the shape and kind that a network takes."""
-    rng, shape = np.random.default_rng(0), registry.input_shape(network)
+def draw_examples(
+    network: Mapping[str, Any], outputs: int, count: int = EXAMPLES, shape: tuple[int, ...] | None = None
+) -> Examples:
+    """Return random examples of the shape and kind that a network takes.
+
+    Args:
+        network: Table of the network.
+        outputs: Number of labels, or of predicted values.
+        count: Number of examples.
+        shape: Shape of one example as the network takes it, or None to read it from the table.
+    """
+    rng, shape = np.random.default_rng(0), shape or registry.input_shape(network)
     table = network.get("input")
     x: np.ndarray
     if isinstance(table, Mapping) and "channels" in table and "size" in table:
         channels = shape[:1] if shape[0] > 1 else ()
-        x = rng.integers(0, 256, (EXAMPLES, *shape[1:], *channels)).astype(np.uint8)
+        x = rng.integers(0, 256, (count, *shape[1:], *channels)).astype(np.uint8)
     elif network.get("name") == "transformer":
-        x = rng.integers(0, int(network["vocabulary"]), (EXAMPLES, *shape)).astype(np.int32)
+        x = rng.integers(0, int(network["vocabulary"]), (count, *shape)).astype(np.int32)
     else:
-        x = rng.normal(size=(EXAMPLES, *shape)).astype(np.float32)
-    outputs = int(made.meta.get("outputs") or network.get("classes", 2))
+        x = rng.normal(size=(count, *shape)).astype(np.float32)
     task = task_of(network)
     if task == "regression":
-        return Examples(x, rng.normal(size=(EXAMPLES, outputs)).astype(np.float32))
+        return Examples(x, rng.normal(size=(count, outputs)).astype(np.float32))
     if task == "labels":
-        return Examples(x, rng.integers(0, 2, (EXAMPLES, outputs)).astype(np.uint8))
-    return Examples(x, np.arange(EXAMPLES, dtype=np.int64) % outputs)
+        return Examples(x, rng.integers(0, 2, (count, outputs)).astype(np.uint8))
+    return Examples(x, np.arange(count, dtype=np.int64) % outputs)
 
 
-def _watched(method: Method, seen: list[BaseException]) -> Method:
-    """The method, which notes what its parts raise."""
+def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
+    """Return the method with parts that also append to `seen` what they raise."""
 
     def watched(part: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -146,8 +234,8 @@ def _watched(method: Method, seen: list[BaseException]) -> Method:
     return replace(method, work=watched(method.work), fold=watched(method.fold), check=check, settle=settle)
 
 
-def _reload(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
-    """Write the result as an export does, read it and run it.
+def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
+    """Encode and decode a method's result as an export does, and evaluate it.
 
     Raises:
         UpdateError: a tensor of the result is not finite.
@@ -160,7 +248,69 @@ def _reload(method: Method, state: Any, network: Mapping[str, Any], held: Exampl
         engine.evaluate(dict(found.meta["network"]), given, held)
 
 
-def _reason(error: BaseException) -> str:
+def _require_donors_run(stock: Stock, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    """Run all blocks of each donor one after another.
+
+    Args:
+        stock: Donors and their blocks.
+        x: Stored examples.
+        run: Runs one graph by the name of its file.
+
+    Raises:
+        ModelError: If a block does not run, or its output has another shape than stated or is not finite. Names the
+            donor and the block.
+    """
+    for name, donor in stock.donors.items():
+        maps = inputs.prepare(x, stock.input)
+        for block in (stock.blocks[id] for id in donor.blocks):
+            what = f"donor {name!r}: block {block.id}"
+            if maps.shape[1:] != block.in_shape:
+                raise ModelError(f"{what} takes inputs of shape {block.in_shape} and would get {maps.shape[1:]}")
+            for each in dict.fromkeys((block.scored, block)):  # the full-precision output goes on
+                try:
+                    found = stitched.run_block(each, run, maps)
+                except ModelError as error:
+                    raise ModelError(f"{what} does not run on {len(x)} examples: {error}") from None
+                if found.shape != (len(x), *block.out_shape):
+                    raise ModelError(f"{what} returns shape {found.shape[1:]} and should return {block.out_shape}")
+                if not np.isfinite(found).all():
+                    raise ModelError(f"{what} returns numbers that are not finite: check the donor's weights")
+            maps = found
+
+
+def _joined(state: State) -> Network:
+    """Return a network that joins taps: a candidate that does, or all candidates with one tap side by side."""
+    heads = [each for each in state.candidates if each.head]
+    joint = [each for each in heads if len(each.paths) > 1]
+    if joint or not heads:
+        best = judging.best(state, joint or state.candidates)
+        assert best is not None, "the result is a candidate"
+        return judging.handed_out(state, best)
+    weights, bias = (np.concatenate([each.head[part] for each in heads], axis=-1) for part in ("weights", "bias"))
+    head = {"weights": weights, "bias": bias.reshape(len(heads), -1).mean(axis=0)}
+    return judging.handed_out(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
+
+
+def _reload_stitched(
+    meta: Mapping[str, Any], arrays: Tensors, stock: Stock, graphs: Mapping[str, Path], held: Examples
+) -> None:
+    """Write a stitched network as an export does, read it and run it.
+
+    Raises:
+        ModelError: The network cannot be exported, or its scores are not finite.
+    """
+    from fedquilt.models.stitching import export_onnx
+    from fedquilt.tools.artefacts.classifier import Classifier
+
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "network.onnx"
+        file.write_bytes(export_onnx.export_stitched(meta, arrays, stock.blocks, graphs))
+        network = Classifier(file)
+        network.scores(network.prepared(held.x[:EXAMPLES]))
+
+
+def _error_text(error: BaseException) -> str:
+    """Return an error's text, with type, file and line if it is not fedquilt's own."""
     if isinstance(error, FedquiltError):
         return str(error)
     frame, (said, *_) = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
+from fedquilt.graph_check import Graph
 from fedquilt.models.stitching import names, stitched
 
 
@@ -65,7 +66,7 @@ def export(store: Store, run: str, out: Path) -> str:
     if out.suffix and out.suffix not in endings:
         what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
         raise JobError(f"{out}: {what}: name a file that ends with {' or '.join(endings)}")
-    payload, what = _made(found, row, onnx=out.suffix == ".onnx")
+    payload, what = _encode_result(found, row, onnx=out.suffix == ".onnx")
     part = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -95,32 +96,57 @@ def graph(store: Store, run: str) -> tuple[bytes, str]:
         )
     found = method.result(state)
     if method.personal is not None and found.meta.get("private") != []:
-        return _with_parts(row, method, state, found)
+        return _encode_shared_parts(row, method, state, found)
     if private := found.meta.get("private"):
         raise JobError(
             f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
             "a board puts its network together of them (`Method.personal`): deploy a run of another method, or --model "
             "FILE.onnx"
         )
-    payload, what = _made(found, row, onnx=True)
+    payload, what = _encode_result(found, row, onnx=True)
     loadable(payload, what)
     return payload, what
 
 
-def loadable(payload: bytes | memoryview, what: str) -> None:
-    """Raise ModelError unless a board would load this ONNX file; `what` names it."""
+def loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> Graph:
+    """Check an ONNX file as a device does before it loads it; `what` names it.
+
+    Args:
+        payload: The file.
+        what: Name of the file in errors.
+        input_shape: Shape of one example that devices are to run it on, or None for the declared shape.
+
+    Raises:
+        ModelError: If a device would not load it, or it declares another shape or none.
+    """
     try:
-        graph_check.of_bytes(payload)
+        found = graph_check.of_bytes(payload)
+        found.require_examples()
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from None
+    output = found.outputs[0]
+    if output.shape is not None and len(output.shape) != 2:
+        raise ModelError(
+            f"{what}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the axes "
+            "(examples, classes): export a network that ends with scores of classes"
+        )
+    name, declared = found.inputs[0].name[:80], found.input_shape
+    if input_shape is None and declared is None:
+        raise ModelError(f"{what}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
+    if input_shape is not None and not graph_check.fits(input_shape, declared):
+        raise ModelError(
+            f"{what}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples of "
+            f"shape {graph_check.format_shape(declared)}"
+        )
+    return found
 
 
-def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:
-    """A result of which each board has a part for itself: a graph, and what a device is sent that is new to the run."""
+def _encode_shared_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:
+    """Return the bytes from which each device assembles its own network, and a description."""
     from fedquilt.models.networks import onnx_file  # needs torch
 
     network = found.meta["network"]
-    graph = onnx_file.unfilled(network, _reading(row))
+    graph = onnx_file.write_without_weights(network, _reading_settings(row))
     zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in onnx_fill.lacks(graph).items()}
     loadable(b"".join(onnx_fill.filled(graph, zeros)), f"network {network.get('name')!r}")
     order = method.send(state, DeviceView("", None))
@@ -142,15 +168,15 @@ def _with_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[
     return personal.encode(task, graph, sent), what
 
 
-def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
-    """A result as the bytes of a file, and what it is. `onnx`: weights as ONNX, not safetensors."""
+def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
+    """Return a result as the bytes of a file, and a description. `onnx`: weights as ONNX, not safetensors."""
     if found.kind == "stitched":
         from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
 
         index = bundle.load(row.bundle)
         files = {name: bundle.file(row.bundle, ref) for name, ref in index.files.items()}
-        payload = export_onnx.stitched(
-            found.meta, found.tensors, stitched.stock(index.meta).blocks, files, _reading(row)
+        payload = export_onnx.export_stitched(
+            found.meta, found.tensors, stitched.stock(index.meta).blocks, files, _reading_settings(row)
         )
         what = names.network(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"
@@ -161,7 +187,7 @@ def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
             )
         from fedquilt.models.networks import onnx_file  # needs torch
 
-        payload = onnx_file.written(found.meta["network"], found.tensors, _reading(row))
+        payload = onnx_file.write_network(found.meta["network"], found.tensors, _reading_settings(row))
         what = f"network {found.meta['network'].get('name')}"
     else:
         payload = tensors.encode(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
@@ -170,7 +196,7 @@ def _made(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
     return payload, what
 
 
-def _reading(row: Row) -> Mapping[str, Any]:
+def _reading_settings(row: Row) -> Mapping[str, Any]:
     """Return the reading settings in a run's bundle."""
     found: Mapping[str, Any] = bundle.load(row.bundle).meta.get("reading", {})
     return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from fedquilt import config, tensors
+from fedquilt import config, evaluation, tensors
 from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Step, Tensors
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
@@ -97,7 +97,7 @@ def search(
         trained = tuple(part for block in parts[-depth:] for part in block)
         hooks = Hooks(steps=(Step(rate=partial(_rate, trained)),))
         given, _ = engine.train(network, model, train, fit, tensors.rng("schedule", wanted.seed), hooks=hooks)
-        accuracy = engine.evaluate(network, given, held)["accuracy"]
+        accuracy = evaluation.main_value(engine.evaluate(network, given, held))
         tried.append(Tried(trained, accuracy))
         say(f"schedule: last {depth} of {len(parts)} blocks trained: {accuracy:.2%} of {len(held)} validation examples")
         if depth > 1 and accuracy <= tried[-2].accuracy:

@@ -6,7 +6,6 @@ the same job twice gives the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,10 +45,11 @@ class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job (a job file's table) into the folder `out`.
 
-    From `[model]`: the files "model" and "masks" (`models.partial.masks`), if it can be masked, both safetensors, and
-    meta "network", "flops" and "example_bytes" of one example, "register" (`fedquilt.tensor_register`), and
-    "pretrained": whether its weights are a file's; of a network from outside "plugins", what a device has to have for
-    it (`fedquilt.plugins.needs`), and "outputs", its scores for one example.
+    From `[model]`: the files "model" and "masks" (`models.partial.masks`), both safetensors, or instead of masks meta
+    "untraced", the reason why the network cannot be masked. Meta "network", "flops" and "example_bytes" of one example,
+    "register" (`fedquilt.tensor_register`), and "pretrained": whether its weights are a file's; of a network from
+    outside "plugins", what a device has to have for it (`fedquilt.plugins.needs`), and "outputs", its scores for one
+    example.
     With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
     From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
@@ -77,11 +77,11 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     for line in measured_settings.agent_lines(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml: {line}")
     if job.get("data"):
-        meta["reading"] = reading.settings_of(DataSpec.parse(job["data"]))
+        meta["reading"] = reading.reading_settings(DataSpec.parse(job["data"]))
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
         far("the network")
-        facts, parts = _model(job["model"], wanted)
+        facts, parts = _parts_of_model(job["model"], wanted)
         meta |= facts
         files |= parts
         say(f"model {facts['network']['name']}: {units.size(len(files['model']))}")
@@ -121,8 +121,8 @@ def _measured(job: Mapping[str, Any]) -> inputs.Values:
     return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
 
 
-def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
-    """Write the bundle of a job, and check that the job can be carried out with it: parameters, network and data.
+def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
     A dry run carries out a few rounds of the method on synthetic examples (`fedquilt.tools.artefacts.dry_run`).
 
@@ -131,7 +131,7 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
     """
     made = prepare(msgspec.to_builtins(job), out, say)
     state = preflight.first_state(job, made)
-    if isinstance(plan := getattr(state, "plan", None), masks.Plan) and (why := masks.why_whole(plan)):
+    if isinstance(plan := getattr(state, "plan", None), masks.Plan) and (why := masks.describe_whole_layers(plan)):
         say(f"{job.method}: {why}")
     if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
         say(
@@ -142,19 +142,22 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
-            for warning in fitting.warnings(made.meta, fitting.require_fit(made.meta, spec), spec):
+            for warning in fitting.data_warnings(made.meta, fitting.require_fit(made.meta, spec), spec):
                 say(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
     return made
 
 
-def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _parts_of_model(
+    table: Mapping[str, Any], wanted: Input | inputs.Values | None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the metadata and files of a bundle that follow from the [model] table."""
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
     if drawn.can(network, table.get("weights")) and "weights_classes" not in table:
-        return _drawn(network, int(table.get("seed", 0)))
+        return _parts_of_numpy_model(network, int(table.get("seed", 0)))
     registry.needs(network)  # refuses an unknown name, also where torch is missing
     import torch
 
@@ -169,15 +172,18 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
         model = registry.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
     _require_trainable(model, str(network["name"]))
     flops = registry.cost(model, registry.input_shape(network)).flops
-    state = {name: value.detach().numpy() for name, value in tensor_register.own(model).items()}
+    state = {name: value.detach().numpy() for name, value in tensor_register.state_without_aliases(model).items()}
     parts = {"model": tensors.encode(state)}
-    with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
-        parts["masks"] = tensors.encode({"json": masks.to_array(trace.plan(model))})
+    facts: dict[str, Any] = {"network": network, "flops": flops}
+    try:
+        parts["masks"] = tensors.encode({"json": masks.to_array(trace.trace_plan(model))})
+    except ModelError as error:  # methods that need masks refuse the network with this reason
+        facts["untraced"] = str(error)
     trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
-    whole = footprint.coupled(model.state_dict())
+    register = tensor_register.trace_register(model, registry.input_shape(network))
+    whole = register.is_coupled(state)
     each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
-    register = tensor_register.trace(model, registry.input_shape(network))
-    facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "register": register}
+    facts |= {"example_bytes": each_bytes, "register": register}
     facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
     if registry.outside(network):
@@ -209,8 +215,8 @@ def _require_trainable(model: nn.Module, name: str) -> None:
     )
 
 
-def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Result of `_model` for a network that numpy can make: the same, without torch."""
+def _parts_of_numpy_model(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return what `_parts_of_model` does, without torch, for a network that numpy can make."""
     model, plan = drawn.weights(network, seed), masks.to_array(masks.dense(drawn.layers(network)))
     facts = {
         "network": network,

@@ -27,7 +27,7 @@ class Row:
 
 
 def run_model(model: Path, source: Path) -> list[Row]:
-    """Classify the examples of a file or folder, which are read as in training.
+    """Return the predicted label of each example in a file or folder, read as in training.
 
     Args:
         model: ONNX file of the network.
@@ -42,11 +42,11 @@ def run_model(model: Path, source: Path) -> list[Row]:
     network = Classifier(model)
     labels = network.labels
     if source.suffix == ".npz":
-        batches = _from_npz(source, network)
+        batches = _batches_from_npz(source, network)
     elif source.suffix.lower() in TABLES:
-        batches = _stored(network.rows(source), network)
+        batches = _batches_of_examples(network.read_rows(source), network)
     else:
-        batches = _from_files(source, network)
+        batches = _batches_from_files(source, network)
     rows = []
     for names, truths, x in batches:
         scores = network.scores(x)
@@ -85,17 +85,19 @@ def main(model: Path, source: Path, format: str) -> int:
 Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
-def _from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
+def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
+    """Yield batches of the examples in an .npz file, with names and true labels."""
     labels = network.labels
     try:
         with np.load(path, allow_pickle=False) as file:
             held = {key: file[key] for key in ("x_test", "x", "y_test", "y") if key in file}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    yield from _stored(examples(held, len(labels), str(path)), network)
+    yield from _batches_of_examples(examples(held, len(labels), str(path)), network)
 
 
-def _stored(held: Examples, network: Classifier) -> Iterator[Batch]:
+def _batches_of_examples(held: Examples, network: Classifier) -> Iterator[Batch]:
+    """Yield batches of examples in memory, with names and true labels."""
     x, y, labels = held.x, held.y, network.labels
     for first in range(0, len(x), BATCH):
         part = x[first : first + BATCH]
@@ -104,7 +106,8 @@ def _stored(held: Examples, network: Classifier) -> Iterator[Batch]:
         yield names, truths, network.prepared(part)
 
 
-def _from_files(source: Path, network: Classifier) -> Iterator[Batch]:
+def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
+    """Yield batches of the examples in a file or folder, with the labels that folders' names give."""
     labels, suffixes = network.labels, network.suffixes
     if not suffixes:
         raise DataError(
@@ -122,4 +125,4 @@ def _from_files(source: Path, network: Classifier) -> Iterator[Batch]:
         part = paths[first : first + BATCH]
         names = [str(path.relative_to(root)) for path in part]
         truths = [path.parent.name if path.parent.name in labels else None for path in part]
-        yield names, truths, np.concatenate([network.prepared(network.example(path)[None]) for path in part])
+        yield names, truths, np.concatenate([network.prepared(network.read_example(path)[None]) for path in part])

@@ -64,8 +64,8 @@ def rows(noise: float) -> list[Row]:
     ]
 
 
-def uploaded(row: Row, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any) -> Tensors:
-    """The gradient in what the device sends of one step: tensors under the network's own names.
+def extract_gradient(row: Row, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any) -> Tensors:
+    """Return the gradient that a device's upload after one step reveals, by tensor of the network.
 
     Raises:
         JobError: the method sends none.
@@ -100,7 +100,7 @@ def uploaded(row: Row, network: Mapping[str, Any], start: Tensors, example: Exam
     raise JobError(f"{row.method} uploads no tensors of the network: there is no gradient to audit")
 
 
-def measure(
+def audit_methods(
     data: Path,
     *,
     count: int = 4,
@@ -110,7 +110,7 @@ def measure(
     size: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Audit all rows on `count` examples; the pictures are under "pictures", (h, w, channels) in 0..1.
+    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1.
 
     Args:
         data: a file or folder of images, as a job's [data] path.
@@ -136,7 +136,7 @@ def measure(
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start, head = attack.weights(network, seed), attack.head(network)
+    start, head = attack.weights(network, seed), attack.classifier_path(network)
     engine = TorchEngine(ROOM_BYTES)
     attack.single()
     chosen = rows(noise)
@@ -148,7 +148,7 @@ def measure(
         line = [truth]
         for place, row in enumerate(chosen):
             progress.LINE.part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
-            gradient = uploaded(row, network, start, example, engine)
+            gradient = extract_gradient(row, network, start, example, engine)
             rng = tensors.rng("audit", seed, index, row.label)
             if row.noise:
                 gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
@@ -212,7 +212,7 @@ def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Ca
     Raises:
         StoreError: the pictures cannot be written.
     """
-    result = measure(data, **options, say=say)
+    result = audit_methods(data, **options, say=say)
     titles = ["original", *result["rows"]]
     notes = [
         ["", *(f"{row['psnr_db'][i]:.1f} dB" for row in result["rows"].values())]

@@ -26,9 +26,9 @@ def single() -> None:
     torch.set_num_threads(1)
 
 
-def head(network: Mapping[str, Any]) -> str | None:
-    """The classifier of a network."""
-    return tensor_register.trace(registry.build(network), registry.input_shape(network)).head()
+def classifier_path(network: Mapping[str, Any]) -> str | None:
+    """Return the path of a network's classifier, or None without one."""
+    return tensor_register.trace_register(registry.build(network), registry.input_shape(network)).classifier()
 
 
 def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:

@@ -86,7 +86,7 @@ def serve(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
 
     depot, lost = Depot(Path(folder)), [0]
     if way == "tcp":
-        return _serve_tcp(depot.file(sha256) or "", float(loss))
+        return _serve_tcp(depot.verified_path(sha256) or "", float(loss))
     link = MqttLink(Broker.parse(url), "bench-coordinator")
     lossy = LossyLink(link, float(loss), seed=1)
     if float(loss):

@@ -232,7 +232,7 @@ def _write_log(store: Store, run: str, job: Job, count: int, rounds: int) -> Non
 
     def append(fact: facts.AnyFact) -> None:
         store.append(run, fact)
-        standing.take(fact, facts.apply(standing.rounds, fact, 0.0))
+        standing.apply_fact(fact, facts.apply(standing.rounds, fact, 0.0))
 
     with store.together():
         append(facts.Started(state))
@@ -278,7 +278,7 @@ def _opening_s(home: Path, snapshots: bool = True) -> float:
         "with Store(Path(sys.argv[1])) as store:\n"
         "    row = store.jobs()[0]\n"
         "    job = Running(row, store, 0.0, methods.load(row.job.method))\n"
-        "    job.opened(job.opening()(), 0.0)\n"
+        "    job.continue_from(job.opening()(), 0.0)\n"
         "    print(time.perf_counter() - begun)\n"
     )
     copied = home / "opened"

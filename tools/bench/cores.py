@@ -73,7 +73,7 @@ def measure(
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / work.name
-        sim.lay_out(work, data or _drawn(Path(scratch) / "drawn.npz", cohort * images), folder)
+        sim.write_workload(work, data or _drawn(Path(scratch) / "drawn.npz", cohort * images), folder)
         taken = [(turn, each) for turn in range(turns) for each in contestants]
         for done, (turn, each) in enumerate(taken):
             tell = partial(show, f"turn {turn + 1} of {turns}: {each.title}", done, len(taken))

@@ -149,20 +149,22 @@ def cases(folder: Path) -> dict[str, Case]:
     plain = fedavg.Params(batch=32, lr=0.001)
     halves = fedsq.Params(batch=32, lr=0.001, trained=TRAINED)
     return {
-        "perceptron, numpy": _training(fedavg.METHOD, plain, mlp, 600, "numpy", folder),
-        "perceptron": _training(fedavg.METHOD, plain, mlp, 600, "torch", folder),
-        "CNN": _training(fedavg.METHOD, plain, cnn, 128, "torch", folder),
-        "ResNet-20": _training(fedavg.METHOD, plain, resnet, 64, "torch", folder),
-        "FedSQ, cached": _training(fedsq.METHOD, halves, resnet, 128, "torch", folder / "cached"),
-        "FedSQ, not cached": _training(
+        "perceptron, numpy": _second_round_case(fedavg.METHOD, plain, mlp, 600, "numpy", folder),
+        "perceptron": _second_round_case(fedavg.METHOD, plain, mlp, 600, "torch", folder),
+        "CNN": _second_round_case(fedavg.METHOD, plain, cnn, 128, "torch", folder),
+        "ResNet-20": _second_round_case(fedavg.METHOD, plain, resnet, 64, "torch", folder),
+        "FedSQ, cached": _second_round_case(fedsq.METHOD, halves, resnet, 128, "torch", folder / "cached"),
+        "FedSQ, not cached": _second_round_case(
             fedsq.METHOD, replace(halves, cache="off"), resnet, 64, "torch", folder / "not cached"
         ),
         "MobileNet scoring": _scoring(folder),
     }
 
 
-def _training(method: Method, params: Any, network: dict[str, Any], count: int, engine_name: str, folder: Path) -> Case:
-    """A device's second round: with FedSQ's cache, its first one has filled it."""
+def _second_round_case(
+    method: Method, params: Any, network: dict[str, Any], count: int, engine_name: str, folder: Path
+) -> Case:
+    """Return a device's second round as predicted work and a call. FedSQ's cache is filled before."""
     from fedquilt.models.networks import layer_costs, registry, tensor_register
 
     model, shape = registry.load(network, seed=0), registry.input_shape(network)
@@ -170,7 +172,7 @@ def _training(method: Method, params: Any, network: dict[str, Any], count: int, 
     facts = {
         "network": network,
         "layers": layer_costs.trace(model, shape),
-        "register": tensor_register.trace(model, shape),
+        "register": tensor_register.trace_register(model, shape),
     }
     made = Bundle(facts, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
     draws = np.random.default_rng(0)

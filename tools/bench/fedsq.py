@@ -47,7 +47,7 @@ def measure(examples: int = EXAMPLES, turns: int = TURNS) -> dict[str, Any]:
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 
     engine = TorchEngine(1 << 40)
-    cases = {name: _case(engine, *case, examples, turns) for name, case in CASES.items()}
+    cases = {name: _time_rounds(engine, *case, examples, turns) for name, case in CASES.items()}
     figures = {
         f"{what}_{name}": figure(
             statistics.median(
@@ -71,10 +71,10 @@ def lines(result: dict[str, Any]) -> list[str]:
     return [*told, *figure_lines(result)]
 
 
-def _case(
+def _time_rounds(
     engine: Any, network: Mapping[str, Any], trained: tuple[str, ...], examples: int, turns: int
 ) -> dict[str, list[float]]:
-    """Seconds of each turn's round, by way."""
+    """Return the seconds of each turn's round, by method and cache."""
     from fedquilt.models.networks import registry, tensor_register
 
     start = {name: value.numpy() for name, value in registry.load(network, seed=0).state_dict().items()}

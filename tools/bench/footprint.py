@@ -155,7 +155,7 @@ def made(name: str, folder: Path) -> Subject:
     """A network of NETWORKS with COUNT images in the folder."""
     import torch
 
-    from fedquilt.models.networks import registry
+    from fedquilt.models.networks import registry, tensor_register
     from fedquilt.models.stitching import blocks
 
     table, shape = NETWORKS[name]
@@ -181,7 +181,7 @@ def made(name: str, folder: Path) -> Subject:
         {**table, "input": image},
         folder,
         trained,
-        footprint.coupled(model.state_dict()),
+        tensor_register.trace_register(model, shape).is_coupled(model.state_dict()),
         folder / "graph.onnx",
         (hungriest.weight_bytes, hungriest.activation_bytes),
         _input_shape(hungriest.graph),
@@ -222,7 +222,7 @@ def train(subject: Subject, batch: int, budget_bytes: int) -> tuple[int, int]:
         ModelError: they do not fit, or this kernel does not tell peaks.
     """
     with task_process(subject, STEPS * batch, budget_bytes) as process:
-        outcome, _ = process.carry_out(training(subject, batch), 0)
+        outcome, _ = process.run_task(training(subject, batch), 0)
     if outcome.peak_bytes is None or outcome.base_bytes is None:
         raise ModelError(f"{subject.name}: this kernel does not tell peaks")
     return outcome.peak_bytes, outcome.base_bytes

@@ -76,7 +76,7 @@ def _task_s(subject: footprint.Subject) -> float:
     """Seconds that a long task takes more than a short one, in one process."""
     with footprint.task_process(subject, footprint.COUNT, footprint.PLENTY_BYTES) as process:
         took = [
-            process.carry_out(footprint.training(subject, BATCH, epochs), number)[0].wall_s
+            process.run_task(footprint.training(subject, BATCH, epochs), number)[0].wall_s
             for number, epochs in enumerate((SHORT, SHORT, LONG))  # the first one warms up
         ]
     return took[2] - took[1]

@@ -29,7 +29,7 @@ from fedquilt.coordinator.limits import Limits
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.worker import STORED_AT
 from fedquilt.core import Contribution, JobError, LinkError
-from fedquilt.tensor_register import Kind, of_kinds
+from fedquilt.tensor_register import Kind, register_of_kinds
 from fedquilt.tools.bench import coordinator as processes
 from fedquilt.tools.bench.protocol_boards import CHUNK, FLEET, Moved, weight
 from fedquilt.tools.report.figures import figure, figure_lines
@@ -128,7 +128,7 @@ def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
 def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, processes.processes() as start:
         home = Path(folder)
-        bare_s, most_disk_mb = _bare(home, method, model)
+        bare_s, most_disk_mb = _measure_bare_fold(home, method, model)
         port = processes.free_port()
         start([mosquitto, "-c", processes.configured(home, port)])
         url = f"mqtt://127.0.0.1:{port}"
@@ -144,7 +144,7 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
         with _watched(url, home / "runs", serving.pid) as watched:
             if not watched.answered.wait(LIMIT_S):
                 raise LinkError(f"the coordinator has answered nobody within {LIMIT_S:g} s")
-            run, queued_s = _queued(home, method, count, model), time.monotonic()
+            run, queued_s = _queue_job(home, method, count, model), time.monotonic()
             watch.subscribe([wire.Topics(FLEET).job(run)])
             _until(watch, lambda told: bool(told.asked))
             start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
@@ -169,17 +169,17 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
     }
 
 
-def _facts(model: bytes, flops: float) -> dict[str, Any]:
-    """Return the facts of a bundle with a ResNet-50's tensors."""
+def _bundle_facts(model: bytes, flops: float) -> dict[str, Any]:
+    """Return the metadata of a bundle with a ResNet-50's tensors."""
     found = tensors.decode(model)
     kinds: dict[str, Kind] = {name: "buffer" for name in found if ".running_" in name}
     kinds |= {name: "counter" for name in found if name.endswith("num_batches_tracked")}
-    return {"network": {"name": "resnet50"}, "flops": flops, "register": of_kinds(found, kinds)}
+    return {"network": {"name": "resnet50"}, "flops": flops, "register": register_of_kinds(found, kinds)}
 
 
-def _queued(home: Path, method: str, count: int, model: bytes) -> str:
-    """Queue a job that waits for all boards; returns the run's id."""
-    bundle.write(home / "bundle", _facts(model, 4e9), {"model": model})
+def _queue_job(home: Path, method: str, count: int, model: bytes) -> str:
+    """Queue a job that waits for all boards, and return the run's id."""
+    bundle.write(home / "bundle", _bundle_facts(model, 4e9), {"model": model})
     cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
     table = {"name": "bench", "method": method, "rounds": 2, "cohort": cohort}
     with Store(home / "runs") as store:
@@ -295,15 +295,15 @@ def _sizes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
 # -- the bare fold --------------------------------------------------------------------------------
 
 
-def _bare(home: Path, method: str, model: bytes) -> tuple[float, float]:
-    """Bare fold of an update: it is read, hashed, decoded and folded, and nothing else.
+def _measure_bare_fold(home: Path, method: str, model: bytes) -> tuple[float, float]:
+    """Return a bare fold's processor seconds per update, and the MB that a round may take on the disk.
 
     Returns its seconds of processor time, and the MB that a round may take on the disk, however many updates come:
     those that wait; those in the running sum until that is stored; the sum, the stored one and the next; the model, and
     three states, as one is sent while another is made.
     """
     found = methods.load(method)
-    made = bundle.write(home / "bare", _facts(model, 1000.0), {"model": model})
+    made = bundle.write(home / "bare", _bundle_facts(model, 1000.0), {"model": model})
     state = found.init(made, found.params(), 0)
     moved, path = Moved(model, 1e-6), home / "update"
     path.write_bytes(moved.read(0, len(model)))

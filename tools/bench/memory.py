@@ -101,7 +101,7 @@ def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Pat
         for number, (what, state) in enumerate(_asks(made)):
             sent = METHOD.send(state, DeviceView("bench", None))
             assert sent is not None
-            outcome, _ = process.carry_out(sent, number)
+            outcome, _ = process.run_task(sent, number)
             if outcome.peak_bytes is None or outcome.base_bytes is None:
                 raise ModelError(f"{what}: this kernel does not tell peaks")
             bare = bare or outcome.base_bytes  # the runtime is imported, and nothing done yet

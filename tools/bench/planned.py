@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import cost_model, profiles, progress
+from fedquilt import cost_model, evaluation, profiles, progress
 from fedquilt.coordinator import energy_plan, settings
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed
 from fedquilt.coordinator.store import Store
@@ -134,7 +134,9 @@ def play(job: settings.Job, folder: Path, home: Path) -> Result:
     with Simulation(job, folder, held, home, make=make) as simulated:
         for each in simulation.play([simulated], hands):
             if each.done and each.done not in accuracies:
-                accuracies[each.done] = (hands.test(each) or {})["accuracy"]
+                tested = hands.test(each)
+                assert tested is not None
+                accuracies[each.done] = evaluation.main_value(tested)
         if simulated.status != "done":
             raise JobError(f"{simulated.run} has {simulated.ended}: {simulated.reason}")
         run = simulated.run
@@ -203,7 +205,7 @@ def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any
                     longer = math.ceil(LONGER * rounds) if rule == "energy" else rounds
                     job, home = job_of(method, RULES[rule], seed, longer), Path(place)
                     if not (home / "bundle").exists():
-                        prepare.whole(job, home / "bundle")
+                        prepare.prepare_and_check(job, home / "bundle")
                     runs[rule].append(play(job, home / "bundle", home / rule.replace(" ", "-")))
                     progress.LINE.aside(f"{method}, {rule}, seed {seed}: done")
                 if (best := limit(job_of(method, RULES["energy"], seed, rounds), home / "bundle")) is not None:

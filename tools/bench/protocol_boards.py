@@ -180,8 +180,8 @@ class Crowd:
             key.data.read()
 
 
-def name(number: int) -> str:
-    """Return the device name of a board."""
+def device_name(number: int) -> str:
+    """Return the device name of a board, by its number."""
     return f"board-{number:05d}"
 
 
@@ -189,7 +189,7 @@ class Board:
     """One board, as the coordinator sees it."""
 
     def __init__(self, crowd: Crowd, number: int) -> None:
-        self.crowd, self.number, self.device = crowd, number, name(number)
+        self.crowd, self.number, self.device = crowd, number, device_name(number)
         self.told = False  # whether the broker has its presence and profile
         self._told, self._tell_s, self._patience_s = -1, 0.0, RETELL_S
         self.client: Client
@@ -206,7 +206,7 @@ class Board:
         crowd = self.crowd
         gone = wire.encode(wire.Presence(online=False, boot="bench"))
         sock = socket.create_connection((crowd.broker.host, crowd.broker.port))
-        self.client = Client(sock, 5, self.device, self._hear, self._settled)
+        self.client = Client(sock, 5, self.device, self._handle_message, self._settled)
         self.client.on_connect = self._greet
         self.client.introduce(crowd.broker, None, (crowd.topics.device(self.device, "up", "presence"), gone))
         self.read()
@@ -251,7 +251,8 @@ class Board:
     def _settled(self, mid: int, code: int) -> None:
         self.told = self.told or mid == self._told
 
-    def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
+    def _handle_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        """Answer a message as a device does: presence, task, acknowledgement, or part of a transfer."""
         route, now_s = wire.route(topic), self.crowd.clock()
         match route.leaf:
             case "coord" if wire.decode(payload, wire.CoordState).online:

@@ -69,8 +69,8 @@ def measure(
     Raises:
         LinkError: the process of the coordinator above has ended.
     """
-    runs = {name: _run(name, sites, agents, rounds, features=features) for name in methods}
-    offline = _run("fedavg", sites, agents, OFFLINE_ROUNDS, work_s=WORK_S)
+    runs = {name: _run_job(name, sites, agents, rounds, features=features) for name in methods}
+    offline = _run_job("fedavg", sites, agents, OFFLINE_ROUNDS, work_s=WORK_S)
     odd = sum(each["states"] - each["equal"] for each in (*runs.values(), offline))
     figures = {
         **{f"resident_above_with_{name}": figure(each["resident_mb"], MOST_MB, "MB") for name, each in runs.items()},
@@ -208,7 +208,7 @@ class _Board(protocol_boards.Board):
             self._greeted = True
             self._greet(None, None, None, None, None)
         for topic, payload, retained in self.link.receive():
-            self._hear(topic, payload, retained)
+            self._handle_message(topic, payload, retained)
         if self._later is not None:
             task, due_s = self._later
             if now_s < due_s:
@@ -239,21 +239,21 @@ class _Board(protocol_boards.Board):
 # -- a run ----------------------------------------------------------------------------------------
 
 
-def _run(
+def _run_job(
     method: str, sites: int, agents: int, rounds: int, work_s: float = 0.0, features: int = stitch_boards.SMALL
 ) -> dict[str, Any]:
-    """Run a job; with `work_s` the first site is offline for an hour after two rounds."""
+    """Run a job and return its figures. With `work_s` the first site is offline for an hour after two rounds."""
     broker, begun_s = MemoryBroker(), time.process_time()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         home = Path(folder)
-        run = _queued(home, method, sites, agents, rounds, features)
+        run = _queue_job(home, method, sites, agents, rounds, features)
         link = broker.connect()
         above = Above(link, home / "above", run)
         stack.callback(above.close)
         seats: list[tuple[MemoryLink, Endpoint]] = [(link, above)]
         made, numbers = [], dict[str, int]()
         for number in range(sites):
-            name = _site(number)
+            name = _site_name(number)
             store = stack.enter_context(Store(home / name, durable=False))
             store.lock()
             made.append(VirtualSite(broker, store, sites_root.FLEET, name))
@@ -292,16 +292,18 @@ def _missing(answers: Sequence[int], sites: int) -> int:
     return sum(max(sites - 1 - count, 0) for count in answers) + (sites - answers[-1])
 
 
-def _site(number: int) -> str:
+def _site_name(number: int) -> str:
     return f"site-{number:02d}"
 
 
-def _right(first: int, count: int) -> dict[str, Any]:
-    names = [protocol_boards.name(number) for number in range(first, first + count)]
+def _site_right(first: int, count: int) -> dict[str, Any]:
+    """Return the right of a site to `count` boards from number `first`, as limits.toml states it."""
+    names = [protocol_boards.device_name(number) for number in range(first, first + count)]
     return {"boards": names, "most": count}
 
 
-def _queued(home: Path, method: str, sites: int, agents: int, rounds: int, features: int) -> str:
+def _queue_job(home: Path, method: str, sites: int, agents: int, rounds: int, features: int) -> str:
+    """Queue a job at the upper coordinator, with a right for each site, and return the run's id."""
     cohort = {"deadline_s": DEADLINE_S, "start_devices": sites, "quorum": (sites - 1) / sites}
     table = {"name": "bench", "method": method, "engine": "numpy", "rounds": rounds, "cohort": cohort}
     if method == STITCH:
@@ -310,7 +312,7 @@ def _queued(home: Path, method: str, sites: int, agents: int, rounds: int, featu
     else:
         model = tensors.encode(numpy_engine.init(NETWORK, seed=0))
         bundle.write(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
-    rights = {_site(number): _right(number * agents, agents) for number in range(sites)}
+    rights = {_site_name(number): _site_right(number * agents, agents) for number in range(sites)}
     with Store(home / "above", durable=False) as store:
         (store.home / limits.FILE).write_text(config.text({"sites": rights}))
         return store.add(settings.parse(table), home / "bundle")

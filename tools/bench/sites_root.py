@@ -97,7 +97,7 @@ def receive(pipe: IO[bytes], kind: type[Any]) -> Any:
 
 
 def main(home: str, run: str) -> int:
-    """Take steps as they are asked for, until the run has ended or nobody asks."""
+    """Step the coordinator at the times that stdin gives, and write what it sends to stdout, until stdin ends."""
     link, rounds = Relayed(), 0
 
     def observe(job: Any, fact: Any) -> None:
@@ -108,7 +108,9 @@ def main(home: str, run: str) -> int:
         if not store.lock():
             return 1
         executor = OverLink(link, FLEET, store.depot, store.next_epoch())
-        server = Server(executor, store, observe, only=run, worker=Here(LARGE_BYTES), limits=limits.load(store.home))
+        server = Server(
+            executor, store, observe, only=run, worker=Here(LARGE_BYTES), limits=limits.load_limits(store.home)
+        )
         while (turn := receive(sys.stdin.buffer, Turn)) is not None:
             link.inbox += [Message(*each) for each in turn.messages]
             due_s = server.step(turn.now_s)

@@ -283,7 +283,7 @@ def plain(made: Bundle, find: Callable[[str], Path], folder: Path, count: int = 
         stock, files = stitched.stock(made.meta), {name: find(name) for name in made.files}
         network = stitched.Network((tuple(donor["blocks"]),), {}, align=tuple((i,) for i in range(10)))
         meta, arrays = stitched.to_artefact(network, stock)
-        file.write_bytes(export_onnx.stitched(meta, arrays, stock.blocks, files))
+        file.write_bytes(export_onnx.export_stitched(meta, arrays, stock.blocks, files))
         engine = OnnxEngine(BUDGET_BYTES)
         seconds = []
         for _ in range(1 + REPEATS):

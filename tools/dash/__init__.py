@@ -54,7 +54,7 @@ def main(
     from fedquilt.tools.dash.guard import Door
     from fedquilt.tools.dash.watch import Watch
 
-    connections = Connections(limits.load(home).http) if connections is None else connections
+    connections = Connections(limits.load_limits(home).http) if connections is None else connections
     with contextlib.closing(_socket(listen)) as place:
         host, port = place.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -76,7 +76,7 @@ def main(
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                http=limited.protocol(connections),
+                http=limited.limited_protocol(connections),
                 timeout_graceful_shutdown=2,
             )
             server = uvicorn.Server(settings)
@@ -85,7 +85,7 @@ def main(
             for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
                 each.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_closing(server, watch))
-            late = asyncio.create_task(limited.close_late(connections, server))
+            late = asyncio.create_task(limited.close_late_connections(connections, server))
             try:
                 await server.serve([place])
             finally:

@@ -25,7 +25,7 @@ from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.tools.dash import guard, pages, rollouts
 from fedquilt.tools.dash.guard import Door
 from fedquilt.tools.dash.reports import Reports
-from fedquilt.tools.dash.watch import MissingRunError, TooManyError, Watch
+from fedquilt.tools.dash.watch import MissingRunError, Watch
 
 log = logging.getLogger("fedquilt.dash")
 
@@ -66,7 +66,7 @@ class Dash:
             Route("/api/fleet", self._json(lambda r: pages.fleet(self._watch, _query(r)))),
             Route("/api/boards/{name}", self._json(lambda r: pages.board(self._watch, _word(r, "name"), _query(r)))),
             Route("/api/runs", self._json(lambda r: pages.runs(self._watch, _query(r)))),
-            Route("/api/runs/{run}", self._json(lambda r: pages.run(self._watch, _word(r, "run")))),
+            Route("/api/runs/{run}", self._json(lambda r: pages.run_values(self._watch, _word(r, "run")))),
             Route("/api/runs/{run}/why", self._json(lambda r: pages.reasons(self._watch, _word(r, "run"), _query(r)))),
             Route("/api/runs/{run}/report", self._report),
             Route("/api/runs/{run}/{what:str}", self._act, methods=["POST"]),
@@ -114,12 +114,8 @@ class Dash:
         return answer
 
     async def _events(self, request: Request) -> Response:
-        news = self._watch.news()
-        first = await anext(news)  # raises where too many watch
-
         async def told() -> AsyncIterator[bytes]:
-            async with aclosing(news):
-                yield _event(first)
+            async with aclosing(self._watch.news()) as news:
                 async for changes in news:
                     yield _event(changes)
 
@@ -214,7 +210,7 @@ class Guarded:
 
         request = Request(scope)
         acts = request.method not in ("GET", "HEAD")
-        said = guard.refusal(request.headers, self._names, acts=acts)
+        said = guard.refusal_reason(request.headers, self._names, acts=acts)
         if said is None and len(scope.get("query_string", b"")) > MOST_QUERY:
             said = "so long a question has no answer here"
         if said is not None:
@@ -236,7 +232,7 @@ async def _http(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: FedquiltError) -> Response:
-    status = 503 if isinstance(error, TooManyError) else 409
+    status = 409
     if isinstance(error, MissingRunError | pages.MissingBoardError):
         status = 404
     elif isinstance(error, StoreError):

@@ -83,13 +83,13 @@ class Follower:
         """Round -> device -> its part in it, of the latest rounds."""
         return self._parts.found
 
-    def add(self, seq: int, at: float, fact: AnyFact) -> None:
-        """Let the next fact of the run count.
+    def add_fact(self, seq: int, at: float, fact: AnyFact) -> None:
+        """Apply the next event of the run, and add its line.
 
         Raises:
             JobError: it cannot follow the ones before.
         """
-        self._parts.add(fact, at)
+        self._parts.add_fact(fact, at)
         self._columns.add(fact)
         text, *more = self._teller.tell(fact, self.state)
         round: int | None = getattr(fact, "round", None)
@@ -161,8 +161,8 @@ class Follower:
             "reason": state.reason,
         }
 
-    def running(self, hold: str | None = None, boards: Mapping[str, Board] = {}) -> dict[str, Any]:
-        """The round under way: who works, who has answered, who was not asked and why, what it waits for.
+    def running_round(self, hold: str | None = None, boards: Mapping[str, Board] = {}) -> dict[str, Any]:
+        """Return the figures of the round under way: phase, devices, counts by part, and its wait.
 
         Args:
             hold: what the coordinator holds the run for, or None if it does not.
@@ -178,7 +178,8 @@ class Follower:
             "answered": len(state.answered),
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": counts(parts, running=True),
-            "waits": hold or (wait.text if (wait := waits.logged(self.row, state, boards)) is not None else None),
+            "waits": hold
+            or (wait.text if (wait := waits.describe_round_wait(self.row, state, boards)) is not None else None),
         }
 
     def of_device(self, device: str) -> list[dict[str, Any]]:
@@ -230,7 +231,7 @@ def part_of(facts: Iterable[AnyFact], plan: Plan, round: int) -> Mapping[str, wh
     """The parts of one round, from all facts of its run; None: there has been no such round."""
     told = why.Parts(plan)
     for fact in facts:
-        told.add(fact)
+        told.add_fact(fact)
         for number in [number for number in told.found if number < min(round, told.state.round)]:
             del told.found[number]
         if told.state.round > round:

@@ -30,8 +30,8 @@ REPORT: Final = {  # a page of a run has its style in it, no script, and stands 
 PROOF: Final = "x-fedquilt-proof"  # header of a request to do something, which no page of somebody else's can know
 
 
-def refusal(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:
-    """Why a request is refused by where it comes from, in a sentence; None: it is not.
+def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:
+    """Return why a request is refused for its host or origin, or None if it is not.
 
     Args:
         headers: of the request, with lower-case names.

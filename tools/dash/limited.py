@@ -16,8 +16,8 @@ from fedquilt.connections import Connection, Connections
 CHECK_S = 0.5  # between checks of deadlines
 
 
-def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
-    """Return uvicorn's protocol class for connections that are counted in `connections`."""
+def limited_protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
+    """Return a protocol class for uvicorn whose connections are limited by `connections`."""
 
     class Limited(H11Protocol):
         entry: Connection | None = None
@@ -26,14 +26,14 @@ def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
             super().connection_made(transport)
             sock: socket.socket = transport.get_extra_info("socket")
             address = str((transport.get_extra_info("peername") or ("",))[0])
-            self.entry = connections.enter(address, sock.fileno(), transport.abort)
+            self.entry = connections.add_connection(address, sock.fileno(), transport.abort)
             if self.entry is None:
                 transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n")
                 transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self.entry is not None:
-                connections.leave(self.entry)
+                connections.remove_connection(self.entry)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -57,19 +57,19 @@ def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
             if self.entry is None or self.cycle is None or self.cycle.response_complete:
                 return
             if self.conn.their_state is not h11.SEND_BODY and not self.flow.write_paused:
-                connections.begin(self.entry, math.inf)  # changes are streamed for hours
+                connections.begin_request(self.entry, math.inf)  # changes are streamed for hours
             elif self.entry.waits or self.entry.deadline_s == math.inf:
-                connections.begin(self.entry)
+                connections.begin_request(self.entry)
 
         def on_response_complete(self) -> None:
             if self.entry is not None:
-                connections.wait(self.entry)
+                connections.await_request(self.entry)
             super().on_response_complete()
 
     return Limited
 
 
-async def close_late(connections: Connections, server: Any) -> None:
+async def close_late_connections(connections: Connections, server: Any) -> None:
     """Close connections whose deadline has passed, until the server ends."""
     while not server.should_exit:
         connections.close_late()

@@ -159,14 +159,14 @@ async def runs(watch: Watch, query: Query) -> dict[str, Any]:
         head |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
         head |= await watch.summary(row)
         if row.status not in ENDED and "done" in head:
-            running = (await watch.follower(row.id)).running
+            running = (await watch.follower(row.id)).running_round
             head["now"] = await watch.aside(partial(running, listed.holds.get(row.id)))
         told.append(head)
     return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
 
 
-async def run(watch: Watch, id: str) -> dict[str, Any]:
-    """One run: its figures, a row for each round, the round under way.
+async def run_values(watch: Watch, id: str) -> dict[str, Any]:
+    """Return a run as plain values: its figures, a row for each round, and the round under way.
 
     Raises:
         StoreError: there is no such run.
@@ -180,7 +180,7 @@ async def run(watch: Watch, id: str) -> dict[str, Any]:
     def told() -> dict[str, Any]:
         return {
             **found.summary(),
-            "now": found.running(listed.holds.get(id), boards) if row.status not in ENDED else None,
+            "now": found.running_round(listed.holds.get(id), boards) if row.status not in ENDED else None,
             "table": found.rounds(),
             "first": found.first,
             "last": found.last,

@@ -42,13 +42,14 @@ class Reports:
         """
         async with self._lock:
             if (run, done) not in self._pages:
-                made = await self._made(run)
+                made = await self._make_page(run)
                 while len(self._pages) >= HELD:
                     del self._pages[next(iter(self._pages))]
                 self._pages[run, done] = made
             return self._pages[run, done]
 
-    async def _made(self, run: str) -> bytes:
+    async def _make_page(self, run: str) -> bytes:
+        """Return a run's page, made by a process. Raise JobError if that fails or takes too long."""
         words = (sys.executable, "-m", "fedquilt.tools.dash.reports", str(self._home), run)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, limit=MOST_BYTES)

@@ -34,12 +34,7 @@ HELD: Final = 4  # runs that have ended and are held with their details: those a
 KNOWN_LABELS: Final = 100  # that a filter offers
 OLD_S: Final = 15.0  # after which boards are read again without a change: readings grow too old
 DOUBT_S: Final = 30.0  # until a log that could not be read is tried again
-WATCHERS: Final = 100  # connections that are told of changes
 ALIVE_S: Final = 15.0  # after which such a connection gets a word, so that both ends see that it holds
-
-
-class TooManyError(FedquiltError):
-    """More watch than are told of changes."""
 
 
 class Runs(NamedTuple):
@@ -72,7 +67,6 @@ class Watch:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.changes = {"boards": 0, "runs": 0}
-        self.watchers = 0
         self._news = asyncio.Event()
         self._closing = False
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("boards", "runs")}
@@ -128,26 +122,16 @@ class Watch:
         news.set()
 
     async def news(self) -> AsyncGenerator[dict[str, int] | None, None]:
-        """The numbers of changes, now and after each change; None: there was none for ALIVE_S.
-
-        Raises:
-            TooManyError: WATCHERS are being told already.
-        """
-        if self.watchers >= WATCHERS:
-            raise TooManyError(f"{WATCHERS} pages are told of changes already: this one asks now and then")
-        self.watchers += 1
-        try:
+        """Yield the numbers of changes now and after each change, and None after ALIVE_S without a change."""
+        while not self._closing:
+            news = self._news
+            yield dict(self.changes)
             while not self._closing:
-                news = self._news
-                yield dict(self.changes)
-                while not self._closing:
-                    try:
-                        await asyncio.wait_for(news.wait(), ALIVE_S)
-                        break
-                    except asyncio.TimeoutError:
-                        yield None
-        finally:
-            self.watchers -= 1
+                try:
+                    await asyncio.wait_for(news.wait(), ALIVE_S)
+                    break
+                except asyncio.TimeoutError:
+                    yield None
 
     def close(self) -> None:
         """Let everything come to its end."""
@@ -187,7 +171,7 @@ class Watch:
 
     def _all_boards(self) -> tuple[list[devices.Device], dict[str, int], list[str]]:
         found = devices.look(self.home)
-        counts = Counter(name for each in found for name in devices.states(each))
+        counts = Counter(name for each in found for name in devices.states_of(each))
         labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
         return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
 
@@ -272,7 +256,7 @@ class Watch:
     def _piece(self, found: Follower) -> int:
         count = 0
         for seq, at, fact in self._read().facts(found.row.id, found.seq, PIECE):
-            found.add(seq, at, fact)
+            found.add_fact(seq, at, fact)
             count += 1
         return count
 

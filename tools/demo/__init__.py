@@ -86,7 +86,7 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     report = out / "report.html"
     drawn = _plots(networks, others.devices, len(test))
     disk.write(report, html(found, "demo.html", **_page(plan, networks, others.devices, members, drawn)))
-    disk.write(out / "accuracy.svg", plots.alone(*drawn))  # docs/pictures/demo.svg is this file
+    disk.write(out / "accuracy.svg", plots.alone(*drawn))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),

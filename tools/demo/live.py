@@ -61,8 +61,8 @@ class Live(Console):
     def contact(self, link: Link) -> None:
         """Nothing: the demo's broker runs in this process."""
 
-    def wait(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
-        """Show how many boards have started, until the first round, and then the round."""
+    def report_waits(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
+        """Show how many devices have started, until the first round, and then the round's progress."""
         job = next(iter(server.jobs()), None)
         if job is None:
             return

@@ -25,6 +25,6 @@ def existing(folder: Path) -> Path:
 def runs(home: Path) -> bool:
     """Whether an agent, or a coordinator, holds the folder now. What cannot be opened counts as not held."""
     try:
-        return REAL.locked(home / "lock")
+        return REAL.is_locked(home / "lock")
     except OSError:
         return False

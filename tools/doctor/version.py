@@ -85,13 +85,13 @@ def small_task() -> None:
             DATA,
             Path,
             Path(folder),
-            command=confine.command(Path(folder)),
+            command=confine.task_command(Path(folder)),
             plugins=(),
             most_s=TASK_S,
             most_bytes=BUDGET_BYTES,
         )
         try:
             with process:
-                process.carry_out(order, 0)
+                process.run_task(order, 0)
         except (ModelError, OSError) as error:
             raise JobError(f"one small task has failed: {error}") from None

@@ -156,6 +156,6 @@ def stop(process: subprocess.Popen[bytes], limit_s: float) -> int:
 
 
 def last(log: Path) -> str:
-    """The last line in a log."""
+    """Return the last line of a log, or a note that there is none."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return shorten_error(lines[-1]) if lines else "(it said nothing)"

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedquilt import methods, metrics
+from fedquilt import evaluation, methods
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import progress
 from fedquilt.coordinator.views.scores import Held, Score
 from fedquilt.core import Examples
-from fedquilt.tools.experiments.evaluate import Evaluator
+from fedquilt.tools.experiments.evaluate import Evaluator, score_of
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
 
@@ -57,8 +57,8 @@ class Judge:
             FedquiltError: an evaluation failed.
         """
         told = hands.evaluate(simulation) if self.checks and shares else {}
-        own = progress.of_devices(told)
-        held = None if own is None else Held.of(simulation.done, own, _loss(told))
+        own = progress.of_devices(evaluation.add_evaluations(told.values()), told)
+        held = None if own is None else Held.of(simulation.done, own)
         return Verdict(self._score(simulation, hands), held, {} if own is None else own.devices)
 
     def _score(self, simulation: Simulation, hands: Hands) -> Score | None:
@@ -67,17 +67,4 @@ class Judge:
         done, state = simulation.done, simulation.state_digest
         if self._evaluator is not None:
             return self._evaluator.score(simulation.state, done, state)
-        found = hands.test(simulation)
-        main = None if found is None else metrics.main(found)
-        if found is None or main is None:
-            return None
-        metric, value = main
-        return Score(done, value, int(found["examples"]), found.get("loss"), state, metric.name)
-
-
-def _loss(told: Mapping[str, Mapping[str, float]]) -> float | None:
-    """The mean loss over all held-out examples; None: a device does not report its own."""
-    counted = [each for each in told.values() if each.get("examples")]
-    if not counted or any("loss" not in each for each in counted):
-        return None
-    return sum(each["loss"] * each["examples"] for each in counted) / sum(each["examples"] for each in counted)
+        return score_of(hands.test(simulation), done, state)

@@ -11,6 +11,7 @@ room for everything: what such a newcomer would have. A stitched network is run 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import bundle, methods, metrics, tensors
+from fedquilt import bundle, columns, evaluation, methods, metrics, tensors
 from fedquilt.coordinator.facts import Committed, Rounds, Started, apply
 from fedquilt.coordinator.plan import Plan
 from fedquilt.coordinator.settings import Job
@@ -27,8 +28,10 @@ from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.scores import Score, Scores
 from fedquilt.core import (
+    DETAILED,
     BlobRef,
     DeviceView,
+    EvaluationSums,
     Examples,
     Method,
     Profile,
@@ -109,11 +112,7 @@ class Evaluator:
             given = delivered(
                 self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._path
             )
-            told = self.method.check(*given)
-        if (main := metrics.main(told)) is None:
-            return None
-        metric, value = main
-        return Score(rounds, float(value), int(told["examples"]), told.get("loss"), sha256, metric.name)
+            return score_of(self.method.check(*given), rounds, sha256)
 
     def _newcomer(self, engine: str, budget_bytes: int) -> DeviceView:
         profile = Profile(
@@ -143,6 +142,14 @@ class Evaluator:
         bench = Bench(self._bundle, lambda name: self._path(self._bundle.files[name]), engine, self._test, self._test)
         accuracy = bench.accuracy_of(self.method.result(state))
         return Score(rounds, accuracy, len(self._test), None, sha256)
+
+
+def score_of(sums: EvaluationSums | None, rounds: int, sha256: str) -> Score | None:
+    """Return the score of a state, or None without examples."""
+    if sums is None or (main := metrics.main(sums)) is None:
+        return None
+    loss = math.fsum(sums.loss) / sums.examples
+    return Score(rounds, main[1], sums.examples, loss, sha256, main[0].name, sums)
 
 
 def _first(method: Method) -> str:
@@ -229,10 +236,27 @@ def _latest(states: _States, evaluator: Evaluator, known: set[str], ended: bool)
     return evaluator.score(tensors.unpack(payload, evaluator.method.state), done, ref.sha256)
 
 
-def line(score: Score) -> str:
-    """For people."""
-    loss = "" if score.loss is None else f", loss {score.loss:.4g}"
-    metric = metrics.KNOWN[score.metric]
-    value = metrics.shown(metric, score.value)
+def lines(score: Score, confusion: bool = False) -> list[str]:
+    """Describe a score for people, and on request list the rows of its confusion matrix."""
+    metric, sums = metrics.KNOWN[score.metric], score.evaluation
     over = "of" if metric.share else "on"
-    return f"after {score.rounds} rounds: {metric.title} {value} {over} {score.examples} examples{loss}"
+    value = f"{metric.title} {metrics.shown(metric, score.value)} {over} {score.examples} examples"
+    said = [f"after {score.rounds} rounds: {', '.join([value, *(metrics.describe(sums)[1:] if sums else ())])}"]
+    if not confusion:
+        return said
+    if sums is None or (rows := evaluation.confusion(sums)) is None:
+        return [*said, f"no confusion matrix: there is one for up to {DETAILED} classes"]
+    head = ["true, predicted", *map(str, range(len(rows)))]
+    return [*said, *columns.table([head, *([str(at), *map(str, row)] for at, row in enumerate(rows))], "<>", 10**6)]
+
+
+def told(found: Scores, confusion: bool = False) -> dict[str, Any]:
+    """Return scores for JSON, with metrics in place of sums, and on request with confusion matrices."""
+    made: dict[str, Any] = msgspec.to_builtins(found)
+    for score, row in zip(found.scores, made["scores"], strict=True):
+        sums = score.evaluation
+        row["metrics"] = evaluation.metrics_of(sums) if sums else {}
+        if confusion:
+            row["confusion"] = evaluation.confusion(sums) if sums else None
+        del row["evaluation"]
+    return made

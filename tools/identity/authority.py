@@ -116,7 +116,7 @@ class Authority:
     # -- signing ----------------------------------------------------------------------------------
 
     def read_request(self, pem: str, device: str) -> ec.EllipticCurvePublicKey:
-        """The key of a signing request that may be signed for this device: checked, but not yet signed.
+        """Return the key of a signing request, after checking that it may be signed for this device.
 
         Raises:
             JobError: not a request for it, a bad signature, another kind of key, or a name that no device may have.
@@ -137,7 +137,9 @@ class Authority:
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
-        if (site := next((site for site, right in self.sites(clock_s()) if right.covers(device)), None)) is not None:
+        if (
+            site := next((site for site, right in self.valid_sites(clock_s()) if right.covers(device)), None)
+        ) is not None:
             raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
         if any(one.key_id == enrolment.key_id(key) and one.revoked_s is not None for one in known):
             raise JobError(
@@ -156,7 +158,7 @@ class Authority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> Issued:
-        """A certificate for a key, noted in the register (call within `register.together`).
+        """Sign a certificate for a key, and add it to the register (call within `register.together`).
 
         Raises:
             JobError: a name or host that cannot be used.
@@ -183,7 +185,7 @@ class Authority:
         )
         names = [shapes.host(one) for one in hosts]
         if right is not None:
-            names.append(x509.UniformResourceIdentifier(handshake.right_uri(right)))
+            names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(right)))
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         if self.crl_url is not None:
@@ -233,7 +235,7 @@ class Authority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> tuple[Issued, bytes]:
-        """A certificate and its new private key, PEM: for all who do not enrol.
+        """Return a new certificate with its private key in PEM, for whoever does not enrol.
 
         Raises:
             JobError: a name or host that cannot be used, a device's name, or a right to speak for another's boards.
@@ -247,26 +249,28 @@ class Authority:
             if (name in RESERVED) != (kind == "coordinator"):
                 raise JobError(f"the name {sealed.COORDINATOR!r} and the coordinator's rights belong together")
             if right is not None:
-                self._require_free(name, right, now_s)
+                self._require_free_boards(name, right, now_s)
             made = self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
             return made, shapes.pem_of_key(key)
 
-    def _require_free(self, name: str, right: SiteRight, now_s: float) -> None:
-        """Check that the boards of a site are neither enrolled devices nor boards of another site."""
+    def _require_free_boards(self, name: str, right: SiteRight, now_s: float) -> None:
+        """Raise JobError if boards of a site are enrolled devices, or boards of another site."""
         known = (one for one in self.register.certificates() if one.revoked_s is None and one.ends_s > now_s)
         if (taken := next((one for one in known if right.covers(one.name)), None)) is not None:
             raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
-        for site, other in self.sites(now_s):
+        for site, other in self.valid_sites(now_s):
             if site != name and right.overlaps(other):
                 raise JobError(
                     f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
                     f"`fedquilt ca revoke {site}`"
                 )
 
-    def sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
+    def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
         """Return the site and the right of each valid certificate. A site may hold several."""
         known = [one for one in self.register.certificates() if one.kind == "site"]
-        return [(one.name, _right_of(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s]
+        return [
+            (one.name, _right_in_certificate(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s
+        ]
 
     def observers(self, now_s: float) -> list[str]:
         """Names of those who may watch now."""
@@ -327,11 +331,12 @@ class Authority:
         return path
 
 
-def _right_of(pem: str) -> SiteRight:
+def _right_in_certificate(pem: str) -> SiteRight:
+    """Return the site right in a certificate. Raise StoreError if it cannot be read."""
     names = x509.load_pem_x509_certificate(pem.encode()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
     uris: list[str] = names.value.get_values_for_type(x509.UniformResourceIdentifier)
     try:
-        return handshake.parse_right(uris[0])
+        return handshake.right_from_uri(uris[0])
     except (IndexError, WireError) as error:
         raise StoreError(f"a site's certificate in the register cannot be read ({error}): bring back a copy") from None
 

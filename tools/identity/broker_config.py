@@ -58,7 +58,7 @@ persistence true
 
 
 def mosquitto_acl(fleet: str, observers: Sequence[str] = ()) -> str:
-    """The acl_file: a client's user is its certificate's name.
+    """Return Mosquitto's acl_file, in which a client's user is its certificate's name.
 
     An observer reads everything but blobs, and writes nothing: not even on the branch that a device of its name had.
     """
@@ -122,7 +122,7 @@ authorization {{
 
 
 def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
-    """acl.conf: the first rule that matches decides. An observer's rights are as in `mosquitto_acl`."""
+    """Return EMQX's acl.conf, in which the first rule that matches decides."""
     root = f"fq/{VERSION}/{fleet}"
     watching = "".join(
         f"""{{deny, {{username, "{name}"}}, publish, ["#"]}}.

@@ -15,7 +15,7 @@ from fedquilt.core import JobError, SiteRight
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, state
 from fedquilt.tools.identity.desk import Desk
-from fedquilt.tools.identity.endpoint import Endpoint, serve
+from fedquilt.tools.identity.endpoint import Endpoint, serve_until_signal
 from fedquilt.tools.identity.register import Kind, stamp
 
 HOUR_S = 3600.0
@@ -42,7 +42,7 @@ def issue(
     boards: Sequence[str] = (),
     most: int | None = None,
 ) -> int:
-    """A certificate and key for a server (with hosts), an observer, a site or the coordinator, written into `out`."""
+    """Write a certificate and key for a server (with hosts), an observer, a site or the coordinator."""
     kind: Kind = role or ("server" if hosts else "coordinator")
     if role is not None and hosts:
         raise JobError(f"{name}: --role {role} is for no server: leave --host out")
@@ -51,7 +51,7 @@ def issue(
             f"{name}: a site's certificate, and no other, says which devices the site may speak for: --role site "
             "--boards 'cam-*' --most-boards 40"
         )
-    right = _right(boards, most) if boards and most else None
+    right = _parse_right(boards, most) if boards and most else None
     if kind == "coordinator" and name not in RESERVED:
         raise JobError(
             f"{name}: a server's certificate needs --host, an observer's or a site's --role; a device enrols "
@@ -69,7 +69,8 @@ def issue(
     return 0
 
 
-def _right(boards: Sequence[str], most: int) -> SiteRight:
+def _parse_right(boards: Sequence[str], most: int) -> SiteRight:
+    """Return a site right, or raise JobError if a pattern or the number is not valid."""
     try:
         return msgspec.convert({"boards": boards, "most": most}, SiteRight)
     except msgspec.ValidationError as error:
@@ -125,12 +126,12 @@ def token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
     return 0
 
 
-def listen(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
-    """Be the enrolment endpoint."""
+def serve_enrolment(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
+    """Serve the enrolment endpoint until the process is told to end."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
     connections.raise_descriptor_limit()
     endpoint = Endpoint(Authority(folder), host, port, names, days=days)
-    serve(endpoint, lambda line: print(line, flush=True))
+    serve_until_signal(endpoint, lambda line: print(line, flush=True))
     return 0
 
 

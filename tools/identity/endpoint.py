@@ -56,12 +56,12 @@ class Endpoint:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.verify_mode = ssl.CERT_OPTIONAL  # who enrols has none yet
         self._context.load_verify_locations(authority.folder / "ca.crt")
-        self._certify()
+        self._renew_certificate()
         try:
             self._http = HttpServer(
                 host,
                 port,
-                self._serve,
+                self._route_request,
                 connections=Connections(LIMITS, request_s=REQUEST_S) if connections is None else connections,
                 context=self._current_context,
                 error_body=lambda sentence: ("application/json", msgspec.json.encode(Answer(reason=sentence))),
@@ -71,19 +71,19 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """Port that it listens on."""
+        """Port that the endpoint listens on."""
         return self._http.address[1]
 
     def start(self) -> None:
-        """Answer from now on, in threads."""
+        """Start to answer requests, in threads."""
         self._http.start()
 
     def close(self) -> None:
         """Stop listening."""
         self._http.close()
 
-    def _certify(self) -> None:
-        """A new certificate of the endpoint's own; its key is never kept longer than that."""
+    def _renew_certificate(self) -> None:
+        """Issue and load a new certificate and key of the endpoint itself."""
         authority = self._desk.authority
         issued, key = authority.issue("enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S)
         self._certified_s = self._clock()
@@ -95,23 +95,24 @@ class Endpoint:
         """Return the TLS context, with a new certificate if one is due."""
         with self._lock:
             if not 0 <= self._clock() - self._certified_s < RENEW_S:
-                self._certify()
+                self._renew_certificate()
         return self._context
 
     # -- requests --
 
-    def _serve(self, exchange: Exchange) -> None:
+    def _route_request(self, exchange: Exchange) -> None:
         authority = self._desk.authority
         match exchange.method, exchange.path:
             case "POST", enrolment.ENROL | enrolment.RENEW:
-                self._enrol(exchange)
+                self._answer_enrolment(exchange)
             case "GET" | "HEAD", enrolment.CRL:  # public: brokers elsewhere can fetch the revocation list
                 crl = (authority.folder / "crl.pem").read_bytes()
                 exchange.answer(200, {"Content-Type": "application/x-pem-file"}, crl)
             case _:
                 raise RefusedError(404, "there is nothing at this address")
 
-    def _enrol(self, exchange: Exchange) -> None:
+    def _answer_enrolment(self, exchange: Exchange) -> None:
+        """Enrol a device or renew its certificate, and send the outcome as JSON."""
         try:
             request = enrolment.decode(exchange.read_body(enrolment.MAX_BODY), Request)
         except WireError as error:
@@ -129,8 +130,8 @@ class Endpoint:
         exchange.answer(status, {"Content-Type": "application/json"}, msgspec.json.encode(said))
 
 
-def serve(endpoint: Endpoint, say: Callable[[str], None]) -> None:
-    """Answer until SIGTERM or SIGINT."""
+def serve_until_signal(endpoint: Endpoint, say: Callable[[str], None]) -> None:
+    """Serve an enrolment endpoint until SIGTERM or SIGINT."""
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
     say(f"enrolling on port {endpoint.port}: boards call https://{endpoint.hosts[0]}:{endpoint.port}; Ctrl-C ends it")

@@ -23,6 +23,7 @@ ROUND: Final = (
     "loss",  # of the same evaluation
     f"held_{METRIC}",  # on the devices' held-out shares, by examples
     "worst_decile",  # likewise, mean of the worst tenth of the devices
+    "deviation",  # likewise, standard deviation over devices
     "train_loss",  # mean over the devices' last epoch, by examples
     "seconds",  # from the round's opening to its end: on the boards' clock in a simulation
     "joules",  # of all tasks, gross; None: a board has no meter
@@ -100,14 +101,15 @@ class Rounds:
 
     def _checked(self, done: int, updates: Iterable[Update], fact: Committed) -> None:
         """A check in a round is of the state that the round began with, hence after `done` rounds."""
-        found = progress.personal(updates)
+        found = progress.personal(fact.evaluation, updates)
         if found is not None and self.rows and not fact.settled:
             self.devices = found.devices
             self.rows[min(done, len(self.rows)) - 1] |= {
                 METRIC: found.weighted,
-                "loss": fact.metrics.get("check.loss"),
+                "loss": found.loss,
                 f"held_{METRIC}": found.weighted,
                 "worst_decile": found.worst_decile,
+                "deviation": found.deviation,
             }
 
     def scored(self, found: Scores) -> list[Row]:
@@ -118,7 +120,7 @@ class Rounds:
         for row in self.rows:
             row = dict(row)
             if (own := held.get(row["round"])) is not None:
-                row |= {f"held_{METRIC}": own.weighted, "worst_decile": own.worst_decile}
+                row |= {f"held_{METRIC}": own.weighted, "worst_decile": own.worst_decile, "deviation": own.deviation}
                 row |= {METRIC: own.weighted, "loss": own.loss}
             if test:
                 score = test.get(row["round"])

@@ -118,14 +118,14 @@ def _personal(found: Found) -> tuple[list[str], Table | None]:
     rows = [
         [
             str(point.rounds),
-            *(_value(own.metric, value) for value in (own.weighted, own.mean, own.worst_decile)),
-            str(len(own.devices)),
+            *(_value(own.metric, value) for value in (own.weighted, own.mean, own.worst_decile, own.deviation)),
+            str(own.count),
         ]
         for point in (checks if len(checks) <= 6 else [*checks[:2], *checks[-4:]])
         if (own := point.personal) is not None
     ]
-    head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "devices"]
-    note = f"Held-out shares: the devices' own examples that are not trained on; {len(last.devices)} devices reported."
+    head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "spread", "devices"]
+    note = f"Held-out shares: the devices' own examples that are not trained on; {last.count} devices reported."
     return [note], Table(head, rows)
 
 

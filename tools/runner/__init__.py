@@ -33,7 +33,7 @@ def main(
     anywhere: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Answer with the model of a place until the process is told to end.
+    """Classify requests, or the files of a folder or camera, with a place's model until told to end.
 
     Args:
         place: as `fedquilt.tools.runner.models.target` takes it.
@@ -59,7 +59,7 @@ def main(
         every = LOOK_S
         source: Folder | Camera | None = None
         if address is not None:
-            say(f"{models.now.network.model} answers at {stack.enter_context(_listening(service, address, anywhere))}")
+            say(f"{models.now.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}")
         elif folder is not None:
             source = Folder(service, folder, say)
         elif camera is not None:
@@ -109,8 +109,8 @@ def _address(listen: str, anywhere: bool) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def _listening(service: Service, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
-    """Answer in threads while the body runs; yields the URL."""
+def _serve_http(service: Service, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
+    """Answer HTTP requests in threads while the body runs, and yield the URL."""
     from fedquilt.tools.runner.http import Server
 
     try:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from fedquilt.tools.runner.service import BODY_MOST, Service, UnknownAnswerError
 log = logging.getLogger("fedquilt.runner")
 
 BODIES_MOST: Final = 64 << 20  # bytes of all requests that are being read or wait
+BODIES_SHARE: Final = BODIES_MOST // 2  # bytes of them that one address may have
 SMALL_MOST: Final = 4096  # bytes of a label
 LIMITS: Final = Limits(connections=64, per_address=64)  # on loopback, all clients have one address
 
@@ -58,24 +60,25 @@ class Server:
         connections: Connections | None = None,
     ) -> None:
         self._service, self._anywhere = service, anywhere
-        self.busy = self._bytes = 0  # requests that are being answered; bytes of their bodies
+        self.busy = 0  # requests that are being answered
+        self._bytes = Counter[str]()  # address -> bytes of its bodies that have arrived
         self._lock = threading.Lock()
         limits = Limits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
         connections = Connections(limits) if connections is None else connections
-        self._http = HttpServer(host, port, self._serve, connections=connections, error_body=_error_body)
+        self._http = HttpServer(host, port, self._answer_request, connections=connections, error_body=_json_error_body)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port that it listens at."""
+        """Host and port that the server listens at."""
         return self._http.address
 
     @property
     def url(self) -> str:
-        """Address that it listens at."""
+        """URL that the server listens at."""
         return self._http.url
 
     def start(self) -> None:
-        """Answer from now on, in threads."""
+        """Start to answer requests, in threads."""
         self._http.start()
 
     def close(self) -> None:
@@ -83,7 +86,8 @@ class Server:
         self._http.close()
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _counted_as_busy(self) -> Iterator[None]:
+        """Count a request in `busy` while the body runs."""
         with self._lock:
             self.busy += 1
         try:
@@ -93,28 +97,40 @@ class Server:
                 self.busy -= 1
 
     @contextmanager
-    def room(self, size: int) -> Iterator[None]:
-        """Hold bytes of BODIES_MOST.
+    def body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves memory for bytes which have arrived, until the end of the block.
+
+        Args:
+            address: Address of the client as `Connection` has it.
 
         Raises:
-            RefusedError: too many are held.
+            RefusedError: If the address has more than BODIES_SHARE bytes, or all addresses more than BODIES_MOST.
         """
-        with self._lock:
-            if self._bytes + size > BODIES_MOST:
-                raise RefusedError(503, "too many requests wait: try again")
-            self._bytes += size
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            with self._lock:
+                if self._bytes[address] + size > BODIES_SHARE or self._bytes.total() + size > BODIES_MOST:
+                    raise RefusedError(503, "too many requests wait: try again")
+                self._bytes[address] += size
+                reserved += size
+
         try:
-            yield
+            yield reserve
         finally:
             with self._lock:
-                self._bytes -= size
+                self._bytes[address] -= reserved
+                if not self._bytes[address]:
+                    del self._bytes[address]
 
     # -- requests --
 
-    def _serve(self, exchange: Exchange) -> None:
-        with self._answering():
+    def _answer_request(self, exchange: Exchange) -> None:
+        """Send the result of a request as JSON, or its error with a status."""
+        with self._counted_as_busy():
             try:
-                status, found = 200, self._carry_out(exchange)
+                status, found = 200, self._result_of(exchange)
             except UnknownAnswerError as error:
                 status, found = 404, {"error": str(error)}
             except DataError as error:
@@ -129,12 +145,13 @@ class Server:
             headers = {"content-type": "application/json", "cache-control": "no-store"}
             exchange.answer(status, headers, msgspec.json.encode(found))
 
-    def _carry_out(self, exchange: Exchange) -> Any:
-        self._require_guest(exchange)
+    def _result_of(self, exchange: Exchange) -> Any:
+        """Return the result of a request to classify, to label or for health."""
+        self._require_own_page(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/classify":
-                with self.room(min(exchange.size, BODY_MOST)):
-                    return self._service.asked(exchange.read_body(BODY_MOST))
+                with self.body_memory(exchange.connection.address) as reserve:
+                    return self._service.classify_bytes(exchange.read_body(BODY_MOST, reserve))
             case "POST", "/v1/label":
                 try:
                     label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_Label)
@@ -147,7 +164,7 @@ class Server:
             404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
         )
 
-    def _require_guest(self, exchange: Exchange) -> None:
+    def _require_own_page(self, exchange: Exchange) -> None:
         """Refuse what a browser sends for the page of another site.
 
         Raises:
@@ -157,11 +174,12 @@ class Server:
         called = headers.get("host", "").rpartition(":")[0].lower()
         by_browser = "origin" in headers or "sec-fetch-site" in headers
         acts = exchange.method == "POST" and by_browser
-        if guard.refusal(headers, (called,) if self._anywhere else (), acts=acts) is not None:
+        if guard.refusal_reason(headers, (called,) if self._anywhere else (), acts=acts) is not None:
             raise RefusedError(
                 403, "this comes from somebody else's page, or calls the runner by a name: use its address"
             )
 
 
-def _error_body(sentence: str) -> tuple[str, bytes]:
+def _json_error_body(sentence: str) -> tuple[str, bytes]:
+    """Return the content type and the bytes of an error as JSON."""
     return "application/json", msgspec.json.encode({"error": sentence})

@@ -90,8 +90,8 @@ class Service:
 
     # -- requests --
 
-    def asked(self, data: bytes) -> dict[str, Any]:
-        """Answer to the bytes of a file, as JSON: one answer to an example, "answers" to an .npz or a table.
+    def classify_bytes(self, data: bytes) -> dict[str, Any]:
+        """Return the answer to the example in a file's bytes or, for an .npz or a table, "answers".
 
         Raises:
             DataError: it cannot be read, holds more than EXAMPLES_MOST examples, or is not what the network takes.
@@ -100,15 +100,15 @@ class Service:
         with self._counting():
             if data.startswith(ZIP):
                 labels = len(self._models.now.network.labels)
-                return self._answers_to(classifier.examples(classifier.arrays(data, BODY_MOST), labels))
+                return self._classify_examples(classifier.examples(classifier.read_arrays(data, BODY_MOST), labels))
             if data.startswith(NPY):
-                one = classifier.array(data)[None]
+                one = classifier.read_array(data)[None]
                 return self._answers(lambda loaded: one)[0].told()
-            if self._models.now.network.of_table:
-                return self._answers_to(self._models.now.network.uploaded_rows(data))
-            return self._answers(lambda loaded: loaded.network.example(data)[None])[0].told()
+            if self._models.now.network.takes_table_rows:
+                return self._classify_examples(self._models.now.network.read_uploaded_rows(data))
+            return self._answers(lambda loaded: loaded.network.read_example(data)[None])[0].told()
 
-    def _answers_to(self, held: classifier.Examples) -> dict[str, Any]:
+    def _classify_examples(self, held: classifier.Examples) -> dict[str, Any]:
         found = self._answers(lambda loaded: held.x)
         for answer, truth in zip(found, () if held.y is None else held.y.tolist(), strict=held.y is not None):
             self.label(answer.id, truth)
@@ -118,7 +118,7 @@ class Service:
         """Answers to stored examples (n, ...).
 
         Raises:
-            DataError, ModelError, MemoryBudgetError: as `asked`.
+            DataError, ModelError, MemoryBudgetError: as `classify_bytes`.
         """
         with self._counting():
             return self._answers(lambda loaded: x)
@@ -187,9 +187,9 @@ class Service:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of the files that `asked` answers to."""
+        """Suffixes of the files that `classify_bytes` reads."""
         network = self._models.now.network
-        return (".npy", ".npz", *((".csv", ".tsv") if network.of_table else network.suffixes))
+        return (".npy", ".npz", *((".csv", ".tsv") if network.takes_table_rows else network.suffixes))
 
     def _fresh(self, loaded: Loaded) -> Drift:
         return Drift(self._references.get(loaded.sha256), self._size)

@@ -40,7 +40,7 @@ class Folder:
         self._done: dict[str, tuple[int, int, int]] = {}  # of files that are there still
 
     def step(self) -> None:
-        """Answer to what is new."""
+        """Classify each new or changed file of the folder."""
         try:
             found = {each.name: each for each in REAL.entries(self._folder) if not each.is_dir}
         except OSError as error:
@@ -54,7 +54,7 @@ class Folder:
             try:
                 if file.size > BODY_MOST:
                     raise DataError(f"{file.size} bytes: at most {BODY_MOST} are read")
-                told = self._service.asked(REAL.read(self._folder / name))
+                told = self._service.classify_bytes(REAL.read(self._folder / name))
             except (FedquiltError, OSError) as error:
                 if abs(self._clock() - file.mtime_ns / 1e9) < STILL_S:
                     continue  # it is looked at again

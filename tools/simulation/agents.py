@@ -26,7 +26,7 @@ from fedquilt.coordinator.preflight import first_state, require_made_for
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job, require_honest
 from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views.terminal import Console, coordinate
+from fedquilt.coordinator.views.terminal import Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import examples, fitting
 from fedquilt.data.spec import DataSpec
@@ -202,10 +202,10 @@ def really(
         link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
         console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
-        coordinate(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.say))
+        run_coordinator(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.say))
         ended = store.status(run)
     if ended == "done":
-        _tidy(plan, run)
+        _delete_run_files(plan, run)
     return run, ended
 
 
@@ -257,7 +257,7 @@ def virtually(
             simulate(broker, lambda: sides, lambda: server.finished, watch=watch)
         ended = store.status(run)
     if ended == "done":
-        _tidy(plan, run)
+        _delete_run_files(plan, run)
     return run, ended
 
 
@@ -306,8 +306,8 @@ def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
     return f"{run}: round {state.round}: {len(state.answered)} of {asked} answered, {at_work} at work"
 
 
-def _tidy(plan: Plan, run: str) -> None:
-    """Delete the blobs of a run that is over; boards keep their logs and private state."""
+def _delete_run_files(plan: Plan, run: str) -> None:
+    """Delete the blobs and work folders of a run that is over. Logs and private state stay."""
     for table in plan.agents(run):
         for name in ("blobs", "task", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedquilt import methods
 from fedquilt.coordinator.settings import Job
-from fedquilt.core import Examples, JobError, Method
+from fedquilt.core import EvaluationSums, Examples, JobError, Method
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands, machines
@@ -55,8 +55,8 @@ class Hands:
         """Carry out the orders, one outcome each."""
         return self._carry([order for _, order in asked])
 
-    def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, dict[str, float]]:
-        """What the method's check tells of each device that holds examples out; without `devices` of all of them.
+    def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, EvaluationSums]:
+        """Evaluate each device that holds examples out; without `devices` of all of them.
 
         Raises:
             FedquiltError: a device's check failed.
@@ -67,13 +67,12 @@ class Hands:
         for order, outcome in zip(orders, self._carry(orders), strict=True):
             if outcome.code != "ok":
                 raise JobError(f"the evaluation on {order.device} failed ({outcome.code}): {outcome.reason}")
-            found[order.device] = {
-                name.removeprefix("check."): value for name, value in outcome.metrics.items() if name != "weight"
-            }
+            if outcome.evaluation is not None:
+                found[order.device] = outcome.evaluation
         return found
 
-    def test(self, simulation: Simulation) -> dict[str, float] | None:
-        """Metrics of the method's check on the test set; None: the method has nothing to test yet."""
+    def test(self, simulation: Simulation) -> EvaluationSums | None:
+        """Evaluate on the test set, or return None if the method has nothing to test yet."""
         return self.evaluate(simulation, [NEWCOMER]).get(NEWCOMER)
 
 

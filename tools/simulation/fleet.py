@@ -63,7 +63,7 @@ _shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name 
 
 
 class SimulatedFleet(WithoutReleases):
-    """An `Executor` of devices that are online from the first moment on, or come and go (`arrive`, `leave`).
+    """An `Executor` of devices that are online from the first moment on, or come and go (`arrive`, `switch_off`).
 
     Args:
         depot: the coordinator's.
@@ -125,8 +125,8 @@ class SimulatedFleet(WithoutReleases):
                 self._boots[name] = self._boots.get(name, 0) + 1
                 self._heard += [(name, self._presence(name, online=True)), (name, self.profile(name))]
 
-    def leave(self, names: Iterable[str]) -> None:
-        """Switch devices off: a task in hand is lost; private state and blobs are on disk and there again later."""
+    def switch_off(self, names: Iterable[str]) -> None:
+        """Switch devices off. A task in hand is lost, private state and blobs are kept."""
         for name in [name for name in names if name in self._boots and name not in self._away]:
             self._away.add(name)
             self._waiting.pop(name, None)
@@ -218,7 +218,7 @@ class SimulatedFleet(WithoutReleases):
 
     @property
     def in_use(self) -> set[str]:
-        """See `Executor`."""
+        """Blobs of updates that the coordinator has not answered yet."""
         return blobs(self.unanswered.values())
 
     def tended(self) -> AbstractContextManager[None]:
@@ -238,7 +238,7 @@ class SimulatedFleet(WithoutReleases):
         if device in self._away:
             return  # it offers an update that leaves private state again when it is back
         given = self._device(device)
-        given.settle(ack)
+        given.apply_ack(ack)
         self._feed(given, events.Acked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
 
     def renew(self, epoch: int) -> None:
@@ -265,7 +265,7 @@ class SimulatedFleet(WithoutReleases):
         Raises:
             StoreError: it is gone.
         """
-        path = self._files.get(ref.sha256) or self.depot.file(ref.sha256)
+        path = self._files.get(ref.sha256) or self.depot.verified_path(ref.sha256)
         if path is None:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
         self._files[ref.sha256] = path

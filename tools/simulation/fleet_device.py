@@ -84,7 +84,7 @@ class FleetDevice:
         """Tell what the board's sensors say, if it has any and it is time."""
         if now_s < self.tell_s:
             return
-        told = messages.telemetry(self.board.read(now_s))
+        told = messages.telemetry_message(self.board.read(now_s))
         self.tell_s = math.inf if told is None else now_s + TELEMETRY_S
         if told is not None:
             self._fleet.say(self.name, told)
@@ -104,9 +104,9 @@ class FleetDevice:
             self._fleet.say(self.name, update)
 
     def drop(self, update: Update) -> None:
-        """Give up the private state that an unsent update would have left."""
+        """Discard an update that the coordinator asks for again, with its private state."""
         self._fleet.unanswered.pop((self.name, (update.job, update.round)), None)
-        self._end(accepted=False)
+        self._finish_private_state(accepted=False)
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Note when blobs will be here: they are read where the coordinator keeps them."""
@@ -164,7 +164,7 @@ class FleetDevice:
         self._leaves = outcome.private is not None
         for ref in outcome.bundles.values():
             if ref.sha256 in outcome.blobs and ref not in self._places:
-                self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
+                self._places[ref] = self._fleet.depot.write_unnamed(ref, outcome.blobs[ref.sha256])
         return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
 
     def give_up(self) -> None:
@@ -173,7 +173,7 @@ class FleetDevice:
             self._fleet.depot.give_up(*self._places.popitem())
 
     def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Hand the task's output to the coordinator; private state waits for its answer."""
+        """Hand the task's output to the coordinator. Return whether private state waits for the answer."""
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
             place = self._places.pop(ref, None)
@@ -191,13 +191,14 @@ class FleetDevice:
         self.follows = True
         return True
 
-    def settle(self, ack: wire.Ack) -> None:
-        """Private state counts with the contribution that it came with."""
+    def apply_ack(self, ack: wire.Ack) -> None:
+        """Apply the answer to an update: if accepted, the private state that came with it is kept."""
         self._fleet.unanswered.pop((self.name, (ack.job, ack.round)), None)
         if (ack.job, ack.round) in self.duty.state.outbox:
-            self._end(ack.accepted)
+            self._finish_private_state(ack.accepted)
 
-    def _end(self, accepted: bool) -> None:
+    def _finish_private_state(self, accepted: bool) -> None:
+        """Keep or delete the private state that waits for an answer, if any."""
         if not self.follows:
             return
         if accepted:

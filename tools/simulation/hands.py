@@ -116,7 +116,7 @@ def carry_out(asked: Sequence[tuple[main.Bench, Order]], together: bool = False)
         together: train those in one graph that the engine can (`edge_agent.engines.torch_batched`).
     """
     if not together:
-        return [(main.carry_out(order, bench), False) for bench, order in asked]
+        return [(main.run_order(order, bench), False) for bench, order in asked]
     kinds: dict[tuple[str, int | None], list[int]] = {}
     for index, (_, order) in enumerate(asked):
         kinds.setdefault((order.task.engine, order.plan_bytes), []).append(index)
@@ -133,14 +133,14 @@ def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, b
     try:
         engine = bench.engine(first.task.engine, main.plannable(first))
     except Exception as error:
-        return [(main.failed(error), False)] * len(asked)
+        return [(main.failure_outcome(error), False)] * len(asked)
     given = batching.together([_half(*each) for each in asked], engine)
     wall_s = (time.perf_counter() - began_s) / len(asked)
     cpu_s = (time.process_time() - cpu_s) / len(asked)
     return [
         (
             msgspec.structs.replace(
-                main.failed(value) if isinstance(value, Exception) else value, wall_s=wall_s, cpu_s=cpu_s
+                main.failure_outcome(value) if isinstance(value, Exception) else value, wall_s=wall_s, cpu_s=cpu_s
             ),
             joint,
         )
@@ -151,7 +151,7 @@ def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, b
 def _half(bench: main.Bench, order: Order) -> batching.Half[Outcome]:
     return batching.Half(
         lambda engine: main.site_of(order, bench, engine=engine),
-        lambda site: main.worked(order, bench.method(order), site),
+        lambda site: main.run_method(order, bench.method(order), site),
     )
 
 

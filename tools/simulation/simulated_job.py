@@ -22,7 +22,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.shown import Shown
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, Device, JobError, Method, Task, Tensors
+from fedquilt.core import Contribution, Device, EvaluationSums, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, events
 from fedquilt.edge_agent.power.governor import Rule
@@ -45,7 +45,7 @@ class Round:
 
     number: int  # from 0
     devices: tuple[str, ...]  # whose updates were folded, sorted
-    metrics: Mapping[str, float]  # devices' means
+    metrics: Mapping[str, float]  # devices' means, of training
     down_bytes: int
     up_bytes: int
     wall_s: float  # on this machine; of a round that an interrupted process made, with evaluations after the one before
@@ -53,6 +53,7 @@ class Round:
     energy_j: float | None  # of the boards' tasks; None: one does not tell
     devices_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_s: float = 0.0  # of the devices' work, on this machine
+    evaluation: EvaluationSums | None = None
 
 
 class Ahead(Protocol):
@@ -349,6 +350,7 @@ def _round(fact: Committed, answers: Sequence[Answered], wall_s: float, duration
         number=fact.round,
         devices=tuple(update.device for update in updates),
         metrics=fact.metrics,
+        evaluation=fact.evaluation,
         down_bytes=sum(update.usage.down_bytes for update in updates),
         up_bytes=sum(update.usage.up_bytes for update in updates),
         wall_s=wall_s,

@@ -69,8 +69,8 @@ class TaskProcess:
         if self._child is not None:
             self._child.kill()
 
-    def carry_out(self, order: Order, number: int) -> tuple[protocol.Outcome, dict[str, Tensors]]:
-        """How the task went, and the tensors that it would send.
+    def run_task(self, order: Order, number: int) -> tuple[protocol.Outcome, dict[str, Tensors]]:
+        """Run a task in the process. Return its outcome, and the tensors that it would send.
 
         Raises:
             ModelError: it did not go well; says why.

@@ -157,7 +157,7 @@ class SiteWorker:
         self._order, self._begun_s, self._outcome = order, now_s, None
 
     def poll(self, now_s: float) -> list[Event]:
-        """The outcome, once the round has been committed or has failed."""
+        """Return the outcome, once the round has been committed or has failed, and stop runs left over."""
         self._halt()
         if self._left is not None:
             self._stop(self._left.task.job)
@@ -169,7 +169,7 @@ class SiteWorker:
         if not self._asked and self._outcome is None and not runs:
             self._asked = True
             try:
-                self._outcome = self._begin(order)
+                self._outcome = self._begin_round(order)
             except FedquiltError as error:
                 self._outcome = Outcome(code="failed", reason=shorten_error(str(error)))
         elif not self._asked and self._outcome is None and not self._goes_on(order):
@@ -197,7 +197,7 @@ class SiteWorker:
         """Leave the round as it is in the log: it goes on at the next start."""
 
     def observe(self, job: Shown, fact: facts.AnyFact) -> None:
-        """Take note of what happens to the round; one that is committed is followed by none until the next order."""
+        """Note the commit or failure of the ordered round. A committed run stops until the next order."""
         if isinstance(fact, facts.Committed):
             self._stop(job.id)
             if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
@@ -253,8 +253,8 @@ class SiteWorker:
             )
         return self._asked
 
-    def _begin(self, order: Order) -> Outcome | None:
-        """Have the round carried out; an outcome if that has happened already.
+    def _begin_round(self, order: Order) -> Outcome | None:
+        """Start the ordered round, or return its outcome if it has ended already.
 
         Raises:
             FedquiltError: the order is none that a site can carry out.
@@ -315,7 +315,7 @@ class SiteWorker:
 
     def _given(self, ref: BlobRef) -> sites.Given | None:
         """A state of a site's job, whose sum stays on the disk if it is large; None: it is gone, or damaged."""
-        path, disk = self._store.depot.file(ref.sha256), self._store.depot.disk
+        path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
         return None if path is None else tensor_files.read_state(path, sites.Given, disk, mending.WHOLE_BYTES)
 
     def _job(self, table: Mapping[str, Any]) -> Job:
@@ -353,6 +353,7 @@ class SiteWorker:
         return Outcome(
             weight=math.fsum(update.weight for update in known.updates.values()),
             metrics=fact.metrics,
+            evaluation=fact.evaluation,
             bundles=refs,
             examples=sum(usage.examples or 0 for usage in used),
             cpu_s=math.fsum(usage.cpu_s for usage in used),

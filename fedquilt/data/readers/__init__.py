@@ -23,8 +23,8 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
     "npz": npz.open_,
     "idx": images.idx,
-    "folder": images.folder,
-    "torchvision": images.of_torchvision,
+    "folder": images.open_folder,
+    "torchvision": images.open_torchvision,
     "csv": table.open_,
     "parquet": table.open_,
     "audio": audio.open_,

@@ -33,10 +33,10 @@ def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
             )
         found, labels = files.by_class(path, spec, (".wav",), "recordings")
     else:
-        found, labels, owner = _listed(table.file_of(path, spec), spec, labelled)
+        found, labels, owner = _read_listing(table.file_of(path, spec), spec, labelled)
     for file in found:
-        with _opened(file) as opened:
-            _require_rate(opened, file, audio)
+        with _open_wav(file) as opened:
+            _require_sample_rate(opened, file, audio)
     shape = (spectrogram.frames_of(audio)[3], audio.mels)
 
     def take(rows: np.ndarray) -> np.ndarray:
@@ -54,11 +54,11 @@ def read_recording(source: Path | bytes, audio: Audio) -> np.ndarray:
     Raises:
         DataError: If the file is no WAV file of integer samples at the wanted rate, or is cut short.
     """
-    return spectrogram.log_mel(sound(source, audio), audio)
+    return spectrogram.log_mel(read_samples(source, audio), audio)
 
 
-def _listed(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """Files that a table names, relative to its own folder; their labels; and their users."""
+def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
+    """Return the recordings that a table names, with their labels and owners."""
 
     def places(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
         for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
@@ -69,12 +69,13 @@ def _listed(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.
                 )
         return [file.parent / str(name) for name in chunk.columns[names[0]]]
 
-    found = table.gathered(file, spec, places, "a recording", "name the recordings: say which", labelled=labelled)
+    found = table.read_rows(file, spec, places, "a recording", "name the recordings: say which", labelled=labelled)
     return list(chain.from_iterable(found.x)), found.y, found.owner
 
 
-def _opened(source: Path | bytes) -> wave.Wave_read:
-    file = _name(source)
+def _open_wav(source: Path | bytes) -> wave.Wave_read:
+    """Open a WAV file or its bytes. Raise DataError if it is none."""
+    file = _name_of(source)
     try:
         return wave.open(io.BytesIO(source) if isinstance(source, bytes) else str(source), "rb")
     except OSError as error:
@@ -85,29 +86,30 @@ def _opened(source: Path | bytes) -> wave.Wave_read:
         ) from None
 
 
-def _name(source: Path | bytes) -> str:
+def _name_of(source: Path | bytes) -> str:
     return "the recording" if isinstance(source, bytes) else str(source)
 
 
-def _require_rate(opened: wave.Wave_read, source: Path | bytes, audio: Audio) -> None:
+def _require_sample_rate(opened: wave.Wave_read, source: Path | bytes, audio: Audio) -> None:
+    """Raise DataError if the recording's rate is not the one of [data.audio]."""
     rate = opened.getframerate()
     if rate != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
-            f"{_name(source)} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
+            f"{_name_of(source)} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
             f"`ffmpeg -i {name} -ar {audio.rate} new.wav` does, or set [data.audio] rate = {rate} if all have it"
         )
 
 
-def sound(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Samples of a recording (samples,) from -1 to 1, the mean of its channels, as far as the spectrogram reaches.
+def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
+    """Return samples (samples,) from -1 to 1, averaged over channels, as many as the spectrogram needs.
 
     Raises:
         DataError: it is no WAV file of integer samples, or cut short.
     """
-    wanted, file = spectrogram.frames_of(audio)[0], _name(source)
-    with _opened(source) as opened:
-        _require_rate(opened, source, audio)
+    wanted, file = spectrogram.frames_of(audio)[0], _name_of(source)
+    with _open_wav(source) as opened:
+        _require_sample_rate(opened, source, audio)
         width, channels, count = opened.getsampwidth(), opened.getnchannels(), opened.getnframes()
         try:
             raw = opened.readframes(min(wanted, count))

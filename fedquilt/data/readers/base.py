@@ -14,8 +14,7 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 
-from fedquilt.core import DataError
-from fedquilt.metrics import TaskKind
+from fedquilt.core import DataError, TaskKind
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
@@ -83,8 +82,8 @@ def class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool =
     return f"{problem}: {fix}"
 
 
-def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
-    """Convert labels to the form of their task: see `Reader`.
+def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
+    """Return labels in the type and shape of their task: see `Reader`.
 
     Raises:
         DataError: another type or shape, or values that the task does not have.

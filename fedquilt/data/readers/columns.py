@@ -163,11 +163,12 @@ class Decoder:
                 found[row] = int(said)
             else:
                 self._refuse(
-                    chunk, row, name, f"{_quoted(value)} is not a class's number", self._classes_named(chunk, name)
+                    chunk, row, name, f"{_quoted(value)} is not a class's number", self._label_hint(chunk, name)
                 )
         return found
 
-    def _classes_named(self, chunk: Chunk, name: str) -> str:
+    def _label_hint(self, chunk: Chunk, name: str) -> str:
+        """Return the fix for a label column whose values are no class numbers."""
         kinds = sorted({str(value) for value in chunk.columns[name]})
         try:
             kinds.sort(key=float)

@@ -28,8 +28,8 @@ def has_pillow() -> bool:
     return importlib.util.find_spec("PIL") is not None
 
 
-def pillow() -> Any:
-    """Import Pillow's Image module.
+def import_pillow() -> Any:
+    """Return Pillow's Image module.
 
     Raises:
         DataError: If Pillow is not installed.
@@ -43,7 +43,7 @@ def pillow() -> Any:
 
 
 def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarray:
-    """Decode an image.
+    """Return the pixels of an image, resized if `size` is given.
 
     Args:
         source: A file, or the bytes of a PNG, JPEG, WebP or TIFF file of at most PIXELS_MOST pixels.
@@ -56,10 +56,10 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
     Raises:
         DataError: If the image cannot be decoded, has levels that `depth` does not cover, or Pillow is not installed.
     """
-    Image = pillow()
+    Image = import_pillow()
     name = f"the image {source}" if isinstance(source, Path) else "the image"
     try:
-        with _opened(Image, source) as image:
+        with _open_image(Image, source) as image:
             if isinstance(source, bytes) and image.width * image.height > PIXELS_MOST:
                 raise Image.DecompressionBombError
             pixels = pixels_of(image, name, depth)
@@ -78,7 +78,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
 
 def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
-    """Return the pixels of an open Pillow image, as `read_image` does.
+    """Return the pixels of an open Pillow image, turned upright and laid on white, as `read_image` does.
 
     Args:
         image: The Pillow image.
@@ -88,13 +88,13 @@ def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False)
     """
     from PIL import ImageOps
 
-    _require_mode(image, name)
+    _require_supported_mode(image, name)
     image = ImageOps.exif_transpose(image)
     if image.mode in DEEP_MODES:
-        return _deep(np.asarray(image), name, depth)
+        return _scale_grey_levels(np.asarray(image), name, depth)
     if image.has_transparency_data:
         colours = image.convert("RGBA")
-        image = pillow().alpha_composite(pillow().new("RGBA", image.size, "white"), colours)
+        image = import_pillow().alpha_composite(import_pillow().new("RGBA", image.size, "white"), colours)
     if depth:
         return np.asarray(image.convert("L"), np.uint16) * np.uint16(257)  # 255 becomes 65535
     if keep_grey and image.mode == "L":
@@ -110,14 +110,14 @@ def require_supported(files: Sequence[Path]) -> None:
     """
     for file in files:
         try:
-            with _opened(pillow(), file) as image:
-                _require_mode(image, f"the image {file}")
+            with _open_image(import_pillow(), file) as image:
+                _require_supported_mode(image, f"the image {file}")
         except OSError as error:
             raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
 
 
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
-    """Return the bit depth of grey images, 9 to 16, or 0 for 8-bit images.
+    """Return the bit depth of grey images by their largest level, 9 to 16, or 0 for 8-bit images.
 
     A 12-bit camera saves PNG of 16 bits, of which it uses 12. At least `sample` evenly chosen images are decoded.
 
@@ -127,7 +127,7 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
     largest = 0
     for file in files[:: max(1, len(files) // sample)]:
         try:
-            with _opened(pillow(), file) as image:
+            with _open_image(import_pillow(), file) as image:
                 if image.mode in DEEP_MODES:
                     largest = max(largest, int(np.asarray(image).max(initial=0)))
                 elif not largest:
@@ -137,13 +137,15 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
     return max(DEPTHS[0], min(largest.bit_length(), DEPTHS[-1])) if largest else 0
 
 
-def _opened(Image: Any, source: Path | bytes) -> Any:
+def _open_image(Image: Any, source: Path | bytes) -> Any:
+    """Open an image file or its bytes with Pillow."""
     if isinstance(source, Path):
         return Image.open(source)
     return Image.open(io.BytesIO(source), formats=("PNG", "JPEG", "WEBP", "TIFF"))
 
 
-def _require_mode(image: Any, name: str) -> None:
+def _require_supported_mode(image: Any, name: str) -> None:
+    """Raise DataError for several TIFF pages, and for levels in floating point or of 32 bits."""
     if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
         raise DataError(f"{name} has {image.n_frames} pages: save each page as a file")
     if image.mode == "F":
@@ -152,7 +154,8 @@ def _require_mode(image: Any, name: str) -> None:
         raise DataError(f"{name} has levels of 32 bits: save it with 8 or 16 bits a level")
 
 
-def _deep(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
+def _scale_grey_levels(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
+    """Return grey levels of `depth` bits scaled to 16 bits. Raise DataError if they do not fit the depth."""
     low, high = int(levels.min(initial=0)), int(levels.max(initial=0))
     if low < 0 or high > 65535:
         raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits a level")

@@ -14,7 +14,7 @@ import numpy as np
 from fedquilt.core import DataError
 from fedquilt.data import images
 from fedquilt.data.readers import files, image_file
-from fedquilt.data.readers.base import BROKEN, Bytes, Reader, labels_of, reading, rows_of
+from fedquilt.data.readers.base import BROKEN, Bytes, Reader, convert_labels, reading, rows_of
 from fedquilt.data.spec import DataSpec
 
 IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
@@ -49,7 +49,7 @@ def idx(path: Path, spec: DataSpec) -> Reader:
         with reading(path), _opened(path) as stream:
             return rows_of(stream, _idx_header(stream, path, 3), np.dtype(np.uint8), rows)
 
-    return Reader(labels_of(labels, beside), take, shape[1:], np.dtype(np.uint8))
+    return Reader(convert_labels(labels, beside), take, shape[1:], np.dtype(np.uint8))
 
 
 def idx_files(path: Path) -> list[Path]:
@@ -77,14 +77,14 @@ def _opened(path: Path) -> Bytes:
 # -- image files, torchvision ---------------------------------------------------------------------
 
 
-def folder(path: Path, spec: DataSpec) -> Reader:
-    """Open image files by class, as found by `files.by_class`."""
+def open_folder(path: Path, spec: DataSpec) -> Reader:
+    """Return a reader of image files by class, as found by `files.by_class`."""
     found, labels = files.by_class(path, spec, image_file.SUFFIXES, "images")
-    return _images(labels, lambda row: image_file.read_image(found[row], spec.size, spec.depth), path)
+    return _reader_of_images(labels, lambda row: image_file.read_image(found[row], spec.size, spec.depth), path)
 
 
-def of_torchvision(path: Path, spec: DataSpec) -> Reader:
-    """Open one of torchvision's data sets."""
+def open_torchvision(path: Path, spec: DataSpec) -> Reader:
+    """Return a reader of one of torchvision's data sets."""
     from fedquilt.torchvision_compat import torchvision
 
     torchvision()
@@ -109,19 +109,19 @@ def of_torchvision(path: Path, spec: DataSpec) -> Reader:
         pixels = image_file.pixels_of(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
         return images.scale(pixels[None], spec.size)[0] if spec.size else pixels
 
-    return _images(labels_of(np.asarray(labels), path), image, path)
+    return _reader_of_images(convert_labels(np.asarray(labels), path), image, path)
 
 
-def _images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:
-    """Reader of images one by one; the first of them gives the shape of all."""
+def _reader_of_images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:
+    """Return a reader that decodes images one by one. The first image gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
     first = image(0)
-    return Reader(y, lambda rows: _stacked(path, image, rows), first.shape, first.dtype)
+    return Reader(y, lambda rows: _stack_images(path, image, rows), first.shape, first.dtype)
 
 
-def _stacked(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Stack images as (rows, h, w[, 3]); written in place, so that nothing is held twice."""
+def _stack_images(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Return the images of these rows as one array (rows, h, w[, 3])."""
     first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
     result = np.empty((len(rows), *first.shape), first.dtype)
     for place, row in enumerate(rows):

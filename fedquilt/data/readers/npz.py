@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers.base import Bytes, Reader, labels_of, reading, rows_of
+from fedquilt.data.readers.base import Bytes, Reader, convert_labels, reading, rows_of
 from fedquilt.data.spec import DataSpec
 
 
@@ -32,7 +32,7 @@ def open_(path: Path, spec: DataSpec) -> Reader:
         with reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
             return rows_of(stream, *_npy_header(stream, path, x), rows)
 
-    return Reader(labels_of(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
+    return Reader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
 
 
 def _owner(archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int) -> np.ndarray | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedquilt import plugins
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.data.readers.base import Reader, labels_of
+from fedquilt.data.readers.base import Reader, convert_labels
 from fedquilt.data.spec import DataSpec
 
 
@@ -36,7 +36,7 @@ def open_(spec: DataSpec) -> Reader:
     except Exception as error:  # code from outside may raise anything
         raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
     x, y = _pair(plugin, found)
-    return Reader(labels_of(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
+    return Reader(convert_labels(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
 
 
 def _pair(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -40,7 +40,7 @@ def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
         DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
     """
     file = file_of(path, spec)
-    found = gathered(
+    found = read_rows(
         file, spec, lambda chunk, decoder, names: decoder.features(chunk, names), "an example", labelled=labelled
     )
     values = np.concatenate(found.x)
@@ -59,7 +59,7 @@ class Gathered(NamedTuple):
     features: tuple[str, ...]  # names of the inputs
 
 
-def gathered(
+def read_rows(
     file: Path,
     spec: DataSpec,
     inputs: Callable[[Chunk, columns.Decoder, tuple[str, ...]], Any],
@@ -68,7 +68,7 @@ def gathered(
     *,
     labelled: bool = True,
 ) -> Gathered:
-    """Read a table's rows in chunks: labels and owners here, inputs by `inputs` from their columns.
+    """Read a table in chunks: labels and owners from their columns, inputs by the function `inputs`.
 
     Args:
         file: the table.
@@ -83,7 +83,7 @@ def gathered(
     """
     chunks = read(file)
     first = next(chunks)
-    parts = inputs_of(file, tuple(first.columns), spec, labelled=labelled)
+    parts = column_roles(file, tuple(first.columns), spec, labelled=labelled)
     if alone and len(parts.x) != 1:
         raise DataError(f"{file}: columns {', '.join(parts.x)} could all {alone}, as [data] x = {parts.x[0]!r}")
     decoder = columns.Decoder(file, spec, parts.y)
@@ -152,8 +152,8 @@ def columns_of(file: Path) -> tuple[str, ...]:
     return tuple(next(read(file)).columns)
 
 
-def inputs_of(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> Inputs:
-    """Roles of columns: inputs, targets and the user; by default "y" is the target and all others are inputs.
+def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> Inputs:
+    """Return the input, label and owner columns. By default "y" is the label and all others are inputs.
 
     Raises:
         DataError: a column does not exist; lists those that do.

@@ -25,14 +25,16 @@ def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
     tokenizer = Tokenizer.load(spec.text.vocabulary)
     if path.is_dir() and not table.split_files(path, spec.split):
         return _folder(path, spec, spec.text, tokenizer)
-    return _table(table.file_of(path, spec), spec, spec.text, tokenizer, labelled)
+    return _open_table(table.file_of(path, spec), spec, spec.text, tokenizer, labelled)
 
 
-def _table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> Reader:
+def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> Reader:
+    """Return a reader of the tokens of a table's text column."""
+
     def tokens(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> np.ndarray:
         return _tokens([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
 
-    found = table.gathered(file, spec, tokens, "a text", "be the text: name it", labelled=labelled)
+    found = table.read_rows(file, spec, tokens, "a text", "be the text: name it", labelled=labelled)
     values = np.concatenate(found.x)
     return Reader(found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer))
 
@@ -43,7 +45,7 @@ def _folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Rea
             f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
         )
     found, labels = files.by_class(path, spec, (".txt",), "texts")
-    values = _tokens([_read(file) for file in found], text, tokenizer)
+    values = _tokens([_read_text(file) for file in found], text, tokenizer)
     return Reader(labels, values.__getitem__, values.shape[1:], values.dtype, tokens=len(tokenizer))
 
 
@@ -61,10 +63,11 @@ def tokens_of(source: Path | bytes, text: Text) -> np.ndarray:
     Raises:
         DataError: If the text or the vocabulary cannot be read.
     """
-    return _tokens([_read(source)], text, Tokenizer.load(text.vocabulary))[0]
+    return _tokens([_read_text(source)], text, Tokenizer.load(text.vocabulary))[0]
 
 
-def _read(source: Path | bytes) -> str:
+def _read_text(source: Path | bytes) -> str:
+    """Return the text of a UTF-8 file or of bytes. Raise DataError if it cannot be read."""
     if isinstance(source, bytes):
         try:
             return source.decode("utf-8-sig")

@@ -23,21 +23,21 @@ class Attempts:
         self._began_s = math.inf  # when the attempt, or the coordinator that has it, began
         self._declined = False
 
-    def problem(self, event: AnyFact, now_s: float) -> str:
-        """Apply an event that is written now. Return what is wrong with the time of an attempt, or ""."""
+    def check_event(self, event: AnyFact, now_s: float) -> str:
+        """Apply an event written now. Return what is wrong with the time of an attempt, or ""."""
         wrong = ""
         match event:
             case Declined():
                 self._declined = True
             case Asked() if self._opened_s == math.inf:
-                self._open(now_s)
+                self._start_attempt(now_s)
             case Reopened():
-                wrong = self._early(now_s) or self._late(now_s)
-                self._open(now_s)
+                wrong = self._problem_if_early(now_s) or self._problem_if_late(now_s)
+                self._start_attempt(now_s)
             case Resumed() | Lost():
-                self._open(now_s)
+                self._start_attempt(now_s)
             case Closed():
-                wrong = self._late(now_s)
+                wrong = self._problem_if_late(now_s)
                 self._opened_s = math.inf
             case Committed() | Ended():
                 self._opened_s = math.inf
@@ -45,8 +45,8 @@ class Attempts:
                 pass
         return wrong
 
-    def coordinator_starts(self, now_s: float, away_s: float) -> None:
-        """Allow the running attempt the time in which no coordinator ran, and a share of the deadline at the least."""
+    def extend_for_restart(self, now_s: float, away_s: float) -> None:
+        """Allow the running attempt the time `away_s` without a coordinator, and a share of its deadline."""
         if self._opened_s == math.inf:
             return
         least_s = LEFT * self._deadline_s
@@ -55,18 +55,19 @@ class Attempts:
         self._latest_s = max(self._latest_s + away_s, now_s + least_s)
         self._began_s = now_s
 
-    def _open(self, now_s: float) -> None:
+    def _start_attempt(self, now_s: float) -> None:
         self._opened_s = self._began_s = now_s
         self._latest_s, self._declined = now_s + self._deadline_s, False
 
-    def _early(self, now_s: float) -> str:
-        """Return that an attempt of which no device declined was given up before its deadline, or ""."""
+    def _problem_if_early(self, now_s: float) -> str:
+        """Return that an attempt without declines was given up before its deadline, or ""."""
         lasted_s = now_s - self._opened_s
         if self._declined or lasted_s >= self._deadline_s - self._slack_s:
             return ""
         return f"an attempt is given up after {lasted_s:.1f} s, and its deadline is {self._deadline_s:g} s"
 
-    def _late(self, now_s: float) -> str:
+    def _problem_if_late(self, now_s: float) -> str:
+        """Return that an attempt has lasted longer than its deadline allows, or ""."""
         if self._opened_s == math.inf or now_s <= self._latest_s + self._slack_s:
             return ""
         lasted_s, late_s = now_s - self._opened_s, now_s - self._latest_s

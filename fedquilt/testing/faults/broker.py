@@ -201,7 +201,7 @@ class SimBroker:
             if reliable and self.clients.get(link.name) is link:
                 self._unsent.setdefault(link.name, []).append((topic, payload, retain))
             return
-        for copy in self._disturbed(payload):
+        for copy in self._disturb_payload(payload):
             self._publish(topic, copy, retain)
 
     def unsubscribed(self) -> None:
@@ -213,9 +213,9 @@ class SimBroker:
         self._takers.clear()
         for topic, payload in self._retained.items():
             if any(matches(pattern, topic) for pattern in link.filters):
-                self._send(link.name, Message(topic, payload, True))
+                self._schedule_delivery(link.name, Message(topic, payload, True))
 
-    def retained(self, topic: str) -> bytes:
+    def retained_message(self, topic: str) -> bytes:
         """Return the message that is retained on a topic, or b"" if there is none."""
         return self._retained.get(topic, b"")
 
@@ -254,30 +254,33 @@ class SimBroker:
                 if (link.connected or name in self._queued) and any(matches(each, topic) for each in link.filters)
             )
         for name in takers:
-            self._send(name, Message(topic, payload))
+            self._schedule_delivery(name, Message(topic, payload))
 
-    def _send(self, name: str, message: Message) -> None:
-        noise = self._noise_now() if self.noise else None
+    def _schedule_delivery(self, name: str, message: Message) -> None:
+        """Schedule a message for a client: lost, doubled, damaged or delayed while there is noise."""
+        noise = self._current_noise() if self.noise else None
         session = self.clients[name].session
         if noise is None:
             self._sequence += 1
             due_s = self.now_s + HOP_S
             heapq.heappush(self._heap, (due_s, self._sequence, name, session, message))
             return
-        for payload in self._disturbed(message.payload):
+        for payload in self._disturb_payload(message.payload):
             self._sequence += 1
             due_s = round(self.now_s + HOP_S * (1 + int(self._roll.random() * noise.delay_s / HOP_S)), 6)
             heapq.heappush(self._heap, (due_s, self._sequence, name, session, message._replace(payload=payload)))
 
     def _deliver_queued(self, name: str) -> None:
         for topic, payload in self._queued.pop(name, ()):
-            self._send(name, Message(topic, payload))
+            self._schedule_delivery(name, Message(topic, payload))
 
-    def _noise_now(self) -> Noise | None:
+    def _current_noise(self) -> Noise | None:
+        """Return the noise of this moment, or None."""
         return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
-    def _disturbed(self, payload: bytes) -> list[bytes]:
-        noise = self._noise_now() if self.noise else None
+    def _disturb_payload(self, payload: bytes) -> list[bytes]:
+        """Return the payloads that arrive of one: none, one or two, which noise may have damaged."""
+        noise = self._current_noise() if self.noise else None
         if noise is None:
             return [payload]
         return links.disturbed(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)

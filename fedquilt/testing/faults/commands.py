@@ -25,7 +25,7 @@ def parsed(text: str, seed: int | None) -> Schedule:
     Raises:
         JobError: it is none.
     """
-    found = schedule.parse(text)
+    found = schedule.parse_schedule(text)
     _require([found.method, *filter(None, [found.also])], [])
     return found if seed is None else msgspec.structs.replace(found, seed=seed)
 
@@ -37,7 +37,7 @@ def drawn(seed: int, among: Sequence[str], kinds: Sequence[str]) -> Schedule:
         JobError: no such method or kind.
     """
     _require(among, kinds)
-    return schedule.drawn(seed, among or search.candidates(), kinds)
+    return schedule.draw_schedule(seed, among or search.candidates(), kinds)
 
 
 def one(plan: Schedule) -> int:
@@ -97,7 +97,7 @@ def _parts(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: 
     search.calm()
     with Theatre() as theatre:
         for at in range(0, len(seeds), search.BATCH):
-            yield search.play(theatre, seeds[at : at + search.BATCH], kinds, among)
+            yield search.play_seeds(theatre, seeds[at : at + search.BATCH], kinds, among)
 
 
 def _require(among: Sequence[str], kinds: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ class Database:
         return made
 
     @property
-    def synced(self) -> bool:
+    def is_synced(self) -> bool:
         """Whether no commit so far could be lost by a power failure."""
         return self.unsynced is None and all(connection.synchronous for connection in self._open)
 
@@ -104,7 +104,7 @@ class Connection(sqlite3.Connection):
         super().close()
 
     def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
-        """Execute a statement; one that writes may fail, or be the last."""
+        """Execute a statement. A write may fail or end the process, as the disk's fault gate decides."""
         word = sql[:8].lstrip().split(" ", 1)[0].lower()
         if word == "pragma" and "synchronous" in sql:
             self.synchronous = "full" in sql

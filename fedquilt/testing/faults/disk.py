@@ -137,11 +137,11 @@ class SimDisk(Disk):
         view[: len(found)] = found
         return len(found)
 
-    def pieces(self, path: Place) -> Iterator[memoryview]:
+    def read_pieces(self, path: Place) -> Iterator[memoryview]:
         """See `Disk`."""
         yield memoryview(self.read(path))
 
-    def data(self, path: Place) -> list[tuple[int, int]]:
+    def data_ranges(self, path: Place) -> list[tuple[int, int]]:
         """See `Disk`: everything is data here."""
         size = len(self._file(path).data)
         return [(0, size)] if size else []
@@ -149,7 +149,7 @@ class SimDisk(Disk):
     # -- writing --
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
-        """See `Disk`. A process that ends here, or a full disk, leaves a part."""
+        """Write a whole file. A process that ends here, or a full disk, leaves half of it."""
         folder, name = self._parent(path)
         known = folder.names.get(name)
         if new and known is not None:
@@ -178,7 +178,7 @@ class SimDisk(Disk):
         put(bytes(payload))
 
     def resize(self, path: Place, size: int) -> None:
-        """See `Disk`."""
+        """Set the size of a file, filled up with zeros, or create it."""
         self._ask("write", path)
         folder, name = self._parent(path)
         node = folder.names.get(name)
@@ -200,7 +200,7 @@ class SimDisk(Disk):
         return self.open(f"{os.fspath(folder)}/{os.urandom(16).hex()}.tmp")
 
     def sync(self, path: Place) -> None:
-        """See `Disk`."""
+        """Make a file's content, or the changed names in a folder, safe from a power failure."""
         node = self._find(path)
         if node is None and self._outside(path):
             return
@@ -252,7 +252,7 @@ class SimDisk(Disk):
     def target(self, path: Place) -> str | None:
         """See `Disk`."""
         parts = self._parts(path)
-        folder = self._walk(parts[:-1])
+        folder = self._node_at(parts[:-1])
         node = folder.names.get(parts[-1]) if isinstance(folder, Folder) else None
         return node.target if isinstance(node, Symlink) else None
 
@@ -260,7 +260,7 @@ class SimDisk(Disk):
         """See `Disk`."""
         self._ask("name", path)
         found = self._parts(path)
-        folder = self._walk(found[:-1])
+        folder = self._node_at(found[:-1])
         if isinstance(folder, Folder) and found[-1] in folder.names:
             self._change([(folder, found[-1], None)])
 
@@ -298,17 +298,17 @@ class SimDisk(Disk):
         self.unlink(folder)
 
     def clear(self, folder: Place) -> None:
-        """See `Disk`."""
+        """Replace a folder by an empty one."""
         self.remove(folder)
         self.make(folder)
 
     def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
-        """See `Disk`: nobody else writes here."""
+        """Copy a file as `copy` does, as no other process writes here. Return the sha256."""
         return self.copy(source, target)
 
     # -- shared with other processes --
 
-    def locked(self, path: Place) -> bool:
+    def is_locked(self, path: Place) -> bool:
         """See `Disk`."""
         self._ask("read", path)
         return bool(self.platter.locks.get(str(path)))
@@ -324,7 +324,7 @@ class SimDisk(Disk):
         return lock
 
     def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
-        """See `Disk`."""
+        """Open the simulated database at a path."""
         self._ask("read", path)
         return self.platter.database(str(path)).connect(self._ask)
 
@@ -358,7 +358,7 @@ class SimDisk(Disk):
             known = self._paths[text] = [part for part in text[len(self._root) :].split("/") if part]
         return known
 
-    def _walk(self, parts: list[str]) -> Node | None:
+    def _node_at(self, parts: list[str]) -> Node | None:
         node: Node | None = self.platter.top
         for name in parts:
             if type(node) is not Folder:
@@ -371,9 +371,9 @@ class SimDisk(Disk):
     def _find(self, path: Place) -> Node | None:
         parts = self._paths.get(path if type(path) is str else os.fspath(path))
         if parts is not None:
-            return self._walk(parts)
+            return self._node_at(parts)
         try:
-            return self._walk(self._parts(path))
+            return self._node_at(self._parts(path))
         except OSError:
             return None
 
@@ -385,7 +385,7 @@ class SimDisk(Disk):
 
     def _parent(self, path: Place) -> tuple[Folder, str]:
         parts = self._parts(path)
-        folder = self._walk(parts[:-1])
+        folder = self._node_at(parts[:-1])
         if not isinstance(folder, Folder):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return folder, parts[-1]

@@ -33,7 +33,8 @@ from fedquilt.testing.faults.platter import File, Folder, Node, Symlink
 class DurableDisk(SimDisk):
     """Read-only view of the synced files of a computer."""
 
-    def _walk(self, parts: list[str]) -> Node | None:
+    def _node_at(self, parts: list[str]) -> Node | None:
+        """Return the file or folder at a path as a power failure would leave it, or None."""
         node: Node | None = self.platter.top
         for name in parts:
             if type(node) is not Folder:
@@ -53,16 +54,16 @@ def lost_blobs(disk: DurableDisk, folder: str, wanted: Collection[str]) -> list[
     if missing and disk.is_file(path):
         file = disk.open(path)
         for slot in pack.slots(file):
-            if slot.sha256 in missing and _digest(file.read(slot.place, slot.size)) == slot.sha256:
+            if slot.sha256 in missing and _sha256(file.read(slot.place, slot.size)) == slot.sha256:
                 missing.remove(slot.sha256)
     return sorted(missing)
 
 
-def _digest(payload: Any) -> str:
+def _sha256(payload: Any) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-def named_blobs(event: AnyFact) -> set[str]:
+def blobs_in_event(event: AnyFact) -> set[str]:
     """Return the digests of the blobs that an event names."""
     match event:
         case Started() | Committed():
@@ -100,7 +101,7 @@ class JobPromises:
         refs = (self._state, self._sum.sum if self._sum else None)
         return {ref.sha256 for ref in refs if ref is not None}.union(*updates)
 
-    def add(self, event: AnyFact) -> None:
+    def add_event(self, event: AnyFact) -> None:
         """Update the promises by the next event of the log."""
         match event:
             case Started():
@@ -109,7 +110,7 @@ class JobPromises:
                 self.asked.update(event.devices)
             case Answered(round, update):
                 self.counted.add((round, update.device))
-                self._updates[update.device] = named_blobs(event)
+                self._updates[update.device] = blobs_in_event(event)
                 self.asked.discard(update.device)
             case Declined() | Rejected():
                 self.asked.discard(event.device)

@@ -91,7 +91,7 @@ class Platter:
         self.make_safe(kept)
         self.lost += len(self.changes)
         self.changes.clear()
-        self._restore(self.top, roll)
+        self._lose_unsynced(self.top, roll)
         for database in self.databases.values():
             database.crash(roll)
 
@@ -144,7 +144,7 @@ class Platter:
         return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
 
     def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
-        """Have the contents of a copy, synced. No process may be running."""
+        """Replace all contents by those of a copy, as if synced. No process may be running."""
         self.top = copied[0]
         _sync_all(self.top)
         self.changes.clear()
@@ -161,20 +161,22 @@ class Platter:
         for database in self.databases.values():
             database.crash(None)
 
-    def _restore(self, folder: Folder, roll: random.Random) -> None:
+    def _lose_unsynced(self, folder: Folder, roll: random.Random) -> None:
+        """Set a folder to what a power failure leaves: synced names, and unsynced files torn at random."""
         folder.names = dict(folder.safe)
         for node in folder.names.values():
             if isinstance(node, Folder):
-                self._restore(node, roll)
+                self._lose_unsynced(node, roll)
             elif isinstance(node, File) and (node.safe is None or node.safe is not node.data):
                 self.lost += 1
                 old, new = node.safe or b"", node.data
                 left = torn(old, new, roll)
-                node.data = node.safe = left if node.rewritten else _kept_in_place(old, new, left)
+                node.data = node.safe = left if node.rewritten else _keep_unchanged_blocks(old, new, left)
                 node.rewritten = False
 
 
 def _sync_all(folder: Folder) -> None:
+    """Mark all files and names below a folder as synced."""
     folder.safe = dict(folder.names)
     for node in folder.names.values():
         if isinstance(node, Folder):
@@ -196,8 +198,8 @@ def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
     return new[:cut] + bytes(len(new) - cut) if way < 0.9 else new[:cut] + old[cut:]
 
 
-def _kept_in_place(old: bytes, new: bytes, left: bytes) -> bytes:
-    """Return what is left of a file, with those blocks that a change in place has not touched."""
+def _keep_unchanged_blocks(old: bytes, new: bytes, left: bytes) -> bytes:
+    """Return the torn bytes of a file, with the blocks that its last change left as they were."""
     both = min(len(old), len(new))
     whole = bytearray(left.ljust(both, b"\0"))
     for at in range(0, both, TORN_BYTES):

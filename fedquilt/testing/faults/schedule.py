@@ -207,35 +207,36 @@ class Schedule(msgspec.Struct, frozen=True):
         """The same federation without faults, whatever is drawn."""
         return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20, beside_s=-1.0)
 
-    def of(self, number: int) -> Schedule:
+    def for_job(self, number: int) -> Schedule:
         """Return the schedule with the settings of one of its jobs, by the job's number."""
         if not number or not self.also:
             return self
         return msgspec.structs.replace(self, method=self.also, codec="raw", also="")
 
-    def name(self, number: int) -> str:
+    def job_name(self, number: int) -> str:
         """Return the name of a job, by its number. Seeds depend on it."""
         return "sim0" if self.twice_s >= 0 else f"sim{number}"
 
     def text(self) -> str:
-        """Words from which `parse` makes the same schedule."""
+        """Words from which `parse_schedule` makes the same schedule."""
         plain = Schedule()
         words = [
             f"{name}={getattr(self, name)}"
             for name in self.__struct_fields__
             if name != "faults" and getattr(self, name) != getattr(plain, name)
         ]
-        return " ".join([*words, *(_word(fault) for fault in self.faults)])
+        return " ".join([*words, *(_format_fault(fault) for fault in self.faults)])
 
 
-def _word(fault: AnyFault) -> str:
+def _format_fault(fault: AnyFault) -> str:
+    """Return a fault as a word of a schedule's text, such as "kill:dev-0,3.0,1,8.0"."""
     values = [getattr(fault, name) for name in fault.__struct_fields__]
     told = (str(int(value)) if isinstance(value, bool) else f"{value}" for value in values if value != "")
     return f"{fault.__struct_config__.tag}:{','.join(told)}"
 
 
-def parse(text: str) -> Schedule:
-    """Read a schedule's text.
+def parse_schedule(text: str) -> Schedule:
+    """Return the schedule of a text.
 
     Raises:
         JobError: it has a word that is none.
@@ -267,10 +268,10 @@ def parse(text: str) -> Schedule:
 # -- drawing --------------------------------------------------------------------------------------
 
 
-def drawn(
+def draw_schedule(
     seed: int, methods: Sequence[str], kinds: Sequence[str] = (), only: Sequence[str] = (), **settings: Any
 ) -> Schedule:
-    """Draw the schedule of a seed.
+    """Return the schedule that follows from a seed.
 
     Args:
         seed: Seed of everything.
@@ -333,7 +334,8 @@ def _when(roll: random.Random, base: Schedule) -> float:
     return round(roll.uniform(0.0, ROUND_S * base.rounds * base.jobs), 2)
 
 
-def _crash(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_crash(roll: random.Random, base: Schedule) -> AnyFault:
+    """Return a crash of a random process at a random call, publication or sync."""
     who = roll.choice([COORDINATOR, _who(roll, base)])
     at: Literal["", "publish", "published", "sync"] = roll.choice(["", "publish", "sync"])
     share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED}[at]
@@ -343,7 +345,8 @@ def _crash(roll: random.Random, base: Schedule) -> AnyFault:
     return Crash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
 
 
-def _kill(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_kill(roll: random.Random, base: Schedule) -> AnyFault:
+    """Return a kill of a random process at a random time."""
     who = roll.choice([COORDINATOR, _who(roll, base)])
     return Kill(who, _when(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
@@ -398,8 +401,8 @@ def _newer(roll: random.Random, base: Schedule) -> AnyFault:
     return Newer(f"dev-{base.devices - 1}")
 
 
-def _death(roll: random.Random, base: Schedule) -> AnyFault:
-    """Of the last device, as of `_newer`: the others are as many as a cohort needs."""
+def _draw_death(roll: random.Random, base: Schedule) -> AnyFault:
+    """Return a final loss of the last device, as the others are as many as a cohort needs."""
     return Death(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
 
 
@@ -417,8 +420,8 @@ def _restore(roll: random.Random, base: Schedule) -> AnyFault:
 
 _OFTEN: Final = ("cut", "broker", "jump", "slow", "worker", "stop", "second", "newer", "death")
 _DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {
-    "crash": _crash,
-    "kill": _kill,
+    "crash": _draw_crash,
+    "kill": _draw_kill,
     "refuse": _refuse,
     "noise": _noise,
     "cut": _cut,
@@ -428,7 +431,7 @@ _DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {
     "worker": _worker,
     "stop": _stop,
     "newer": _newer,
-    "death": _death,
+    "death": _draw_death,
     "second": _second,
     "rot": _rot,
     "restore": _restore,

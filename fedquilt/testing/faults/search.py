@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt import methods
-from fedquilt.testing.faults.schedule import AnyFault, Newer, Schedule, drawn
+from fedquilt.testing.faults.schedule import AnyFault, Newer, Schedule, draw_schedule
 from fedquilt.testing.faults.sides import BrokenError
 from fedquilt.testing.faults.world import Observe, Theatre
 
@@ -86,8 +86,8 @@ def attempt(theatre: Theatre, plan: Schedule, observe: Observe = lambda job, fac
         return Failure(plan, str(error))
 
 
-def play(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = (), among: Sequence[str] = ()) -> Played:
-    """Play the schedules of some seeds; those that fail are shrunk.
+def play_seeds(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = (), among: Sequence[str] = ()) -> Played:
+    """Play the schedules of some seeds, and shrink those that fail.
 
     Args:
         theatre: where.
@@ -99,7 +99,7 @@ def play(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = (), amon
     happened, covered = Counter[str](), Counter[str]()
     failures = []
     for seed in seeds:
-        plan = drawn(seed, among or candidates(), kinds)
+        plan = draw_schedule(seed, among or candidates(), kinds)
         found = attempt(theatre, plan)
         count += 1
         if isinstance(found, Failure):
@@ -134,7 +134,7 @@ def calm() -> None:
 
 def _batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> Played:
     assert _theatre is not None
-    return play(_theatre, seeds, kinds, among)
+    return play_seeds(_theatre, seeds, kinds, among)
 
 
 def spread(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]) -> Iterator[Played]:
@@ -170,11 +170,12 @@ def shrunk(theatre: Theatre, failure: Failure) -> Failure:
 
     again = True
     while again and left > 0:
-        again = any(fails(plan) for plan in _smaller(best.plan))
+        again = any(fails(plan) for plan in _simpler_schedules(best.plan))
     return best
 
 
-def _smaller(plan: Schedule) -> Iterator[Schedule]:
+def _simpler_schedules(plan: Schedule) -> Iterator[Schedule]:
+    """Yield schedules that are simpler than this one in one fault or setting."""
     faults = plan.faults
     for index in range(len(faults)):
         yield msgspec.structs.replace(plan, faults=(*faults[:index], *faults[index + 1 :]))

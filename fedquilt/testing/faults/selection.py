@@ -45,13 +45,13 @@ class Selection:
         self._since: dict[str, int] = {}  # round in which a device was asked last, or first seen
         self._refused: dict[str, tuple[str, int]] = {}  # code and round of a device's last refusal
 
-    def problem(self, event: AnyFact) -> str:
+    def check_event(self, event: AnyFact) -> str:
         """Apply the next event. Return what is wrong with the selection that it records, or ""."""
         match event:
             case Surveyed():
-                return self._survey(event)
+                return self._check_survey(event)
             case Asked():
-                return self._select(event)
+                return self._check_selection(event)
             case Answered():
                 self._answered.add(event.update.device)
                 self._asked.discard(event.update.device)
@@ -84,14 +84,15 @@ class Selection:
                 pass
         return ""
 
-    def _survey(self, event: Surveyed) -> str:
+    def _check_survey(self, event: Surveyed) -> str:
+        """Apply a change of eligible devices. Return an ineligibility without a valid refusal, or ""."""
         ineligible = {device: reason for reason, devices in event.passed.items() for device in devices}
         self._eligible = (self._eligible | set(event.eligible)) - ineligible.keys()
         self._since = {**dict.fromkeys((*event.eligible, *ineligible), event.round), **self._since}
-        return next(filter(None, map(self._unfounded, ineligible, ineligible.values())), "")
+        return next(filter(None, map(self._problem_of_reason, ineligible, ineligible.values())), "")
 
-    def _unfounded(self, device: str, reason: str) -> str:
-        """Return what is wrong with an ineligibility reason that stands for a refusal, or ""."""
+    def _problem_of_reason(self, device: str, reason: str) -> str:
+        """Return that a device is called ineligible for a refusal which it has not made lately, or ""."""
         kind = REFUSALS.get(reason)
         if kind is None or kind.lasts == "attempt" or reason == FULL:  # a full disk is also told by telemetry
             return ""
@@ -101,7 +102,8 @@ class Selection:
             return ""
         return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
 
-    def _select(self, event: Asked) -> str:
+    def _check_selection(self, event: Asked) -> str:
+        """Apply a selection. Return that it is not the one which the draw gives, or ""."""
         cohort = self._job.cohort
         pool = self._eligible - self._answered - self._asked - self._declined
         most = fewest = float(len(pool))
@@ -110,7 +112,7 @@ class Selection:
             # an asked device that is offline is replaced, except just after the coordinator has started
             most = min(wanted - len(self._asked & self._eligible), most)
             fewest = min(wanted - len(self._asked), fewest)
-        right = self._draw(pool, len(event.devices))
+        right = self._expected_selection(pool, len(event.devices))
         if event.devices != right or not fewest <= len(event.devices) <= most:
             return (
                 f"round {event.round}, attempt {event.attempt} selected {', '.join(event.devices)}: of "
@@ -122,8 +124,8 @@ class Selection:
         self._since.update(dict.fromkeys(event.devices, event.round))
         return ""
 
-    def _draw(self, pool: set[str], count: int) -> tuple[str, ...]:
-        """Draw from the pool. Devices that were silent in earlier attempts come last, the longest silent first."""
+    def _expected_selection(self, pool: set[str], count: int) -> tuple[str, ...]:
+        """Return the devices to select from the pool. Those silent in earlier attempts come last."""
         silent = [device for device in self._silent if device in pool]
         fresh = pool.difference(silent)
         seed, turns = self._job.seed, self._job.cohort.turns
@@ -131,14 +133,14 @@ class Selection:
         return tuple(sorted((*drawn, *silent[: count - len(drawn)])))
 
 
-def problem(job: Job, events: Iterable[AnyFact]) -> str:
+def check_selections(job: Job, events: Iterable[AnyFact]) -> str:
     """Return the first selection of a log that is not what it had to be, or ""."""
     selection = Selection(job)
-    return next(filter(None, map(selection.problem, events)), "")
+    return next(filter(None, map(selection.check_event, events)), "")
 
 
-def causeless(events: Iterable[AnyFact], causes: Mapping[str, int]) -> str:
-    """Return the first device that has declined tasks for its own failure more often than it has failed, or ""."""
+def find_causeless_decline(events: Iterable[AnyFact], causes: Mapping[str, int]) -> str:
+    """Return the first device that declined for its own failure more often than it failed, or ""."""
     left = dict(causes)
     for event in events:
         if isinstance(event, Declined) and event.code in ("failed", "memory"):

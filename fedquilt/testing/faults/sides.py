@@ -33,7 +33,7 @@ from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink, newer
 from fedquilt.testing.faults.database import LOG
 from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.durable import DurableDisk, JobPromises, lost_blobs, named_blobs
+from fedquilt.testing.faults.durable import DurableDisk, JobPromises, blobs_in_event, lost_blobs
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
 
@@ -100,37 +100,37 @@ class Side(ABC):
             return
         try:
             if self.inner is None:
-                self._begin()
+                self._start_process()
             self.due_s = max(self.inner.step(now_s + self._offset_s) - self._offset_s, now_s)
             self._require_rest(now_s)
             if self._link.inbox:
                 self.due_s = now_s
         except Crash:
             assert self._fell is not None
-            self._end(power=self._fell.power)
+            self._end_process(power=self._fell.power)
             self.up_s = self.due_s = now_s + self._fell.down_s
             self._fell = None
         except StoreError:
             if not self._refusals and not self._happened["rot"]:
                 raise
             self._happened["ended by its disk"] += 1
-            self._end(power=False)
+            self._end_process(power=False)
             self.up_s = self.due_s = now_s + AGAIN_S
 
     def ends(self) -> None:
         """End the process; it is started again a while later."""
-        self._end(power=False)
+        self._end_process(power=False)
         self.up_s = self.due_s = self.broker.now_s + AGAIN_S
 
     def kill(self, power: bool, down_s: float) -> None:
         """End the process, and its computer with `power`. It starts again after `down_s`."""
         if self.inner is not None:
-            self._end(power=power)
+            self._end_process(power=power)
             self.up_s = self.due_s = self.broker.now_s + down_s
 
     def die(self) -> None:
         """Destroy the computer with its disk."""
-        self._end(power=False)
+        self._end_process(power=False)
         self.dead, self.up_s, self.due_s = True, math.inf, math.inf
 
     def sleep(self, seconds: float) -> None:
@@ -152,33 +152,35 @@ class Side(ABC):
         if self._at_once > AT_ONCE_MOST:
             raise BrokenError(f"{self.name} spins: {self._at_once} steps at virtual second {now_s:g}, each due at once")
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
+        """Start the process on the computer's disk, with a new connection to the broker."""
         self.lives += 1
-        self._disk = SimDisk(self.platter, self._gate)
+        self._disk = SimDisk(self.platter, self._inject_fault)
         self._link: SimLink = self.broker.connect(self.name, self._will())
-        self._link.gate = self._gate
-        self._link.rewrite = self._send
+        self._link.gate = self._inject_fault
+        self._link.rewrite = self._check_sent
         self._happened["newer"] += self.newer
-        self.inner = self._start(self._link)
+        self.inner = self._make_process(self._link)
 
     @abstractmethod
-    def _start(self, link: SimLink) -> Any:
+    def _make_process(self, link: SimLink) -> Any:
         """Start the process on what its disk holds, speaking over `link`; returns what `step` is called on."""
 
     def _will(self) -> tuple[str, bytes] | None:
         return None
 
-    def _send(self, topic: str, payload: bytes) -> bytes:
-        """Check what the process sends. Return the bytes as its version writes them."""
+    def _check_sent(self, topic: str, payload: bytes) -> bytes:
+        """Check the promises of a message before it is sent. Return its bytes as this version writes them."""
         if payload and not (self._happened["rot"] or self._happened["restore"]):
-            self._require_kept(wire.route(topic), payload)
+            self._require_promises_durable(wire.route(topic), payload)
         return newer(topic, payload) if self.newer else payload
 
     @abstractmethod
-    def _require_kept(self, route: wire.Route, payload: bytes) -> None:
+    def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
         """Raise BrokenError if a message promises what a power failure could take."""
 
-    def _end(self, *, power: bool) -> None:
+    def _end_process(self, *, power: bool) -> None:
+        """End the process and its connection, as by a power failure with `power`."""
         self.inner, self.ended = None, True
         self._disk.end()
         self.broker.gone(self.name)
@@ -187,8 +189,8 @@ class Side(ABC):
         else:
             self.platter.processes_end()
 
-    def _gate(self, what: str, where: Place) -> OSError | None:
-        """Count a call; it may be the process's last, or fail."""
+    def _inject_fault(self, what: str, where: Place) -> OSError | None:
+        """Count a call. End the process if a crash is due, or return the error with which the call fails."""
         if self._fell is not None:
             raise Crash  # whatever runs while a dead process's stack unwinds has not happened
         self._calls += 1
@@ -221,11 +223,12 @@ class WatchedStore(Store):
     written: Sequence[tuple[str, AnyFact]] = ()  # events of the transaction that is under way
 
     def append(self, id: str, fact: AnyFact) -> None:
-        """See `Store`."""
+        """Append an event, and remember to report it once it is written."""
         self._unreported = [*getattr(self, "_unreported", ()), (id, fact)]
         super().append(id, fact)
 
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
+        """Write rows, then report their events."""
         self.written, self._unreported = getattr(self, "_unreported", []), []
         super()._write(rows)
         written, self.written = self.written, []
@@ -280,13 +283,14 @@ class CoordinatorSide(Side):
         self._sent: set[tuple[str, int, str]] = set()  # job, round and device of each task that this life has sent
         self._epochs = (0, 0)  # the latest one that an earlier life has used, and this life
 
-    def _start(self, link: SimLink) -> Server:
+    def _make_process(self, link: SimLink) -> Server:
+        """Return a coordinator on what its disk holds, after checking the logs."""
         self.store = WatchedStore(Path(self.platter.root), disk=self._disk, every=1)
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
-        self._read_logs()
+        self._rebuild_promises()
         self._sent = set()
-        self.store.report = self._recorded
+        self.store.report = self._check_recorded
         self._epochs = (max(self._epochs), 0)
         self.begin()
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
@@ -295,14 +299,15 @@ class CoordinatorSide(Side):
         return Server(*given, worker=self._worker, by_wall=True)
 
     def step(self, now_s: float) -> None:
-        """See `Side`; also when the worker has done something."""
+        """Step the process, follow its worker, and check that each asked device has its task."""
         super().step(now_s)
         if self.inner is not None:
             self.due_s = min(self.due_s, max(self._worker.due_s, now_s))
-            self._require_sent()
+            self._require_tasks_sent()
 
-    def _send(self, topic: str, payload: bytes) -> bytes:
-        sent = super()._send(topic, payload)
+    def _check_sent(self, topic: str, payload: bytes) -> bytes:
+        """Check a message and record sent tasks and acknowledged devices. Return the bytes to send."""
+        sent = super()._check_sent(topic, payload)
         route = wire.route(topic)
         if route.kind is Task and payload:
             task = wire.decode(payload, Task)
@@ -313,20 +318,21 @@ class CoordinatorSide(Side):
             self.acknowledge(route.device)
         return sent
 
-    def _require_kept(self, route: wire.Route, payload: bytes) -> None:
+    def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
+        """Raise BrokenError if an acknowledgement, task or epoch does not follow from the synced log."""
         if route.kind is wire.Ack:
             ack = wire.decode(payload, wire.Ack)
-            counted = (ack.round, route.device) in self._promised(ack.job).counted
+            counted = (ack.round, route.device) in self._promises_of(ack.job).counted
             if ack.accepted != counted:
                 said, log = ("", "not ") if ack.accepted else ("not ", "")
                 of = f"the update of {route.device} in round {ack.round} of {ack.job}"
                 raise BrokenError(f"{of} is acknowledged as {said}counted, and is {log}in the log")
             if ack.accepted:
                 self._acknowledged.add((ack.job, ack.round, route.device))
-                self._require_blobs(ack.job)
+                self._require_blobs_synced(ack.job)
         elif route.kind is Task:
             task = wire.decode(payload, Task)
-            promised = self._promised(task.job)
+            promised = self._promises_of(task.job)
             if task.round != promised.round or route.device not in promised.asked:
                 raise BrokenError(
                     f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
@@ -334,7 +340,7 @@ class CoordinatorSide(Side):
             gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.ref(ref.sha256) is None]
             if gone:
                 raise BrokenError(f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}")
-            self._require_blobs(task.job)
+            self._require_blobs_synced(task.job)
         elif route.kind is wire.CoordState:
             earlier, own = self._epochs
             state = wire.decode(payload, wire.CoordState)
@@ -344,15 +350,16 @@ class CoordinatorSide(Side):
                 )
             self._epochs = (earlier, max(own, state.epoch))
 
-    def _gate(self, what: str, where: Place) -> OSError | None:
+    def _inject_fault(self, what: str, where: Place) -> OSError | None:
+        """Check that a commit's blobs are synced before its log, then inject the faults that are due."""
         if where == LOG and not (self._happened["rot"] or self._happened["restore"]):  # a transaction is committed
-            wanted = set[str]().union(*(named_blobs(fact) for _, fact in self.store.written))
+            wanted = set[str]().union(*(blobs_in_event(fact) for _, fact in self.store.written))
             if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
                 raise BrokenError(f"the log names {lost[0][:12]} before it is synced")
-        return super()._gate(what, where)
+        return super()._inject_fault(what, where)
 
-    def _require_sent(self) -> None:
-        """Raise BrokenError unless each asked device has its task, if its profile is known and no other job has it."""
+    def _require_tasks_sent(self) -> None:
+        """Raise BrokenError if a device was asked and sent no task, though its profile is known and it is free."""
         for job in self.inner.jobs():
             if job.rounds.phase == "open":
                 for device in job.rounds.asked - self.inner.elsewhere(job.id):
@@ -362,44 +369,44 @@ class CoordinatorSide(Side):
                             f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
                         )
 
-    def _promised(self, job: str) -> JobPromises:
+    def _promises_of(self, job: str) -> JobPromises:
         return self.promises.setdefault(job, JobPromises())
 
-    def _recorded(self, job: str, fact: AnyFact) -> None:
-        """Note an event of the log, which has to be synced by now with all blobs that it needs."""
-        self._promised(job).add(fact)
+    def _check_recorded(self, job: str, fact: AnyFact) -> None:
+        """Note an event of the log. Raise BrokenError if it or a blob that it needs is not synced."""
+        self._promises_of(job).add_event(fact)
         if not (self._happened["rot"] or self._happened["restore"]):
-            self._require_blobs(job)
-            if not self.platter.database(f"{self.platter.root}/fedquilt.db").synced:
+            self._require_blobs_synced(job)
+            if not self.platter.database(f"{self.platter.root}/fedquilt.db").is_synced:
                 raise BrokenError(f"{job}: {type(fact).__name__} is followed before it is synced")
 
-    def _require_blobs(self, job: str) -> None:
-        """Raise BrokenError unless every blob that a job's log needs is there, and is synced."""
-        wanted = self._promised(job).blobs
+    def _require_blobs_synced(self, job: str) -> None:
+        """Raise BrokenError if a blob that a job's log needs is missing or not synced."""
+        wanted = self._promises_of(job).blobs
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
         lost += [sha256 for sha256 in wanted if self.store.depot.ref(sha256) is None]
         if lost:
             raise BrokenError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
 
-    def _read_logs(self) -> None:
-        """Build the promises from the logs.
+    def _rebuild_promises(self) -> None:
+        """Rebuild the promises from the logs, and check that no acknowledged update is missing.
 
         Raises:
             BrokenError: If a log lacks an acknowledged update, or a snapshot does not fit its log.
         """
         self.promises = {}
         for row in self.store.jobs():
-            promised, plan = self._promised(row.id), Plan.of(row.job)
-            whole, (standing, upto) = Standing(Rounds(plan)), self.store.snapshots.of(row.id, plan, 0.0)
+            promised, plan = self._promises_of(row.id), Plan.of(row.job)
+            whole, (standing, upto) = Standing(Rounds(plan)), self.store.snapshots.load_state(row.id, plan, 0.0)
             self._happened["snapshot"] += upto > 0
             for seq, _, fact in self.store.facts(row.id):
-                promised.add(fact)
-                whole.take(fact, apply(whole.rounds, fact, 0.0))
+                promised.add_event(fact)
+                whole.apply_fact(fact, apply(whole.rounds, fact, 0.0))
                 if seq > upto:
-                    standing.take(fact, apply(standing.rounds, fact, 0.0))
+                    standing.apply_fact(fact, apply(standing.rounds, fact, 0.0))
             if standing != whole and not self._happened["rot"]:
                 raise BrokenError(f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}")
-        lost = {each for each in self._acknowledged if each[1:] not in self._promised(each[0]).counted}
+        lost = {each for each in self._acknowledged if each[1:] not in self._promises_of(each[0]).counted}
         if lost and not (self._happened["rot"] or self._happened["restore"]):
             raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
 
@@ -414,7 +421,7 @@ class CoordinatorSide(Side):
             return store.lock()
 
 
-def known_rounds(root: str, disk: SimDisk) -> dict[str, int]:
+def last_counted_rounds(root: str, disk: SimDisk) -> dict[str, int]:
     """Return the last round of each job that a device knows to be counted."""
     return {job: counted.round for job, counted in Remembered(Path(root), disk, durable=True).recover().items()}
 
@@ -426,20 +433,21 @@ class AgentSide(Side):
     failures = 0  # tasks that ended otherwise than well
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
 
-    def _gate(self, what: str, where: Place) -> OSError | None:
+    def _inject_fault(self, what: str, where: Place) -> OSError | None:
+        """Check that no counted update is dropped before that is noted, then inject the faults that are due."""
         if what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE):  # an update leaves the outbox
             job, _, round = Path(where).parent.name.rpartition("@")
-            known = known_rounds(self.platter.root, self._durable).get(job, -1)
+            known = last_counted_rounds(self.platter.root, self._durable).get(job, -1)
             altered = self._happened["rot"] or self._happened["restore"]
             if not altered and self.counts(job, int(round)) and int(round) > known:
                 raise BrokenError(f"{self.name} drops its update of round {round} of {job}, which counts, too early")
-        return super()._gate(what, where)
+        return super()._inject_fault(what, where)
 
     def _will(self) -> tuple[str, bytes]:
         topic = wire.Topics(FLEET).device(self.name, "up", "presence")
         return topic, wire.encode(wire.Presence(online=False, boot=f"{self.name}-{self.lives}"))
 
-    def _start(self, link: SimLink) -> Agent:
+    def _make_process(self, link: SimLink) -> Agent:
         options = AgentSettings(
             device=self.name,
             fleet=FLEET,
@@ -453,19 +461,20 @@ class AgentSide(Side):
         boot = f"{self.name}-{self.lives}"
         return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
 
-    def _require_kept(self, route: wire.Route, payload: bytes) -> None:
+    def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
+        """Raise BrokenError if an offered update, or a round reported as counted, is not synced."""
         if route.kind is Update:
-            self._require_offer(wire.decode(payload, Update))
+            self._require_synced_update(wire.decode(payload, Update))
         elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:
-            known = known_rounds(self.platter.root, self._durable).get(claim.job, -1)
+            known = last_counted_rounds(self.platter.root, self._durable).get(claim.job, -1)
             if claim.counted > known:
                 raise BrokenError(
                     f"{self.name} reports round {claim.counted} of {claim.job} as counted before it is synced"
                 )
 
-    def _require_offer(self, update: Update) -> None:
+    def _require_synced_update(self, update: Update) -> None:
         """Raise BrokenError unless an update that is offered is synced, or its answer is, which could not be noted."""
-        if update.round <= known_rounds(self.platter.root, self._durable).get(update.job, -1):
+        if update.round <= last_counted_rounds(self.platter.root, self._durable).get(update.job, -1):
             return
         root, name = self.platter.root, f"{update.job}@{update.round}"
         wanted = {ref.sha256 for ref in update.bundles.values()}
@@ -491,8 +500,8 @@ class AgentSide(Side):
             disk.write(f"{order.out}/{name}", payload)
         return done.outcome
 
-    def next_way(self) -> str | None:
-        """How the next task is to end, if not well."""
+    def next_failure(self) -> str | None:
+        """Return how the next task is to fail, or None if it is to end well."""
         self._starts += 1
         how = self._work.get(self._starts)
         if how is not None:
@@ -520,7 +529,7 @@ class SimWorker:
 
     def start(self, order: Order, now_s: float) -> None:
         """Begin an order."""
-        how = self._side.next_way()
+        how = self._side.next_failure()
         if how == "killed":
             outcome = Outcome(code="failed", reason="the task's process was killed", killed=True)
         elif how is not None:

@@ -21,7 +21,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.preflight import first_state
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.tasks import make_task
-from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Profile, Task, Tensors, derived
+from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Encoding, Profile, Task, Tensors, derived
 from fedquilt.edge_agent import engines, events, messages
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.engines import numpy_engine
@@ -134,7 +134,7 @@ class Workshop:
                 cache=f"{folder}/cache",
                 out=str(out),
             )
-            outcome = main.carry_out(order, self._bench)
+            outcome = main.run_order(order, self._bench)
             files = {path.name: path.read_bytes() for path in out.iterdir()}
         return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
 
@@ -159,10 +159,10 @@ class Truth:
     def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
         self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
         self.engine = shop.engine
-        self._same = (plan.codec, plan.rounds, plan.check, plan.name(number))
+        self._same = (plan.codec, plan.rounds, plan.check, plan.job_name(number))
         self.job: Job = settings.parse(
             {
-                "name": plan.name(number),
+                "name": plan.job_name(number),
                 "method": plan.method,
                 "rounds": plan.rounds,
                 "engine": self.engine,
@@ -178,7 +178,7 @@ class Truth:
                     "attempts": 100 if any(isinstance(fault, Rot | Restore) for fault in plan.faults) else 10_000,
                 },
                 "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
-                "wire": {"codec": plan.codec},
+                "wire": msgspec.to_builtins(compression.sparing(Encoding(codec=plan.codec), self.bundle.meta)),
             }
         )
 
@@ -276,7 +276,7 @@ def _scene(name: str) -> Scene:
     if name not in ("fedavg", "ditto"):
         return found
     network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
-    return replace(found, bundle=toys.to_train(network, numpy_engine.init(network, 0)))
+    return replace(found, bundle=toys.toy_bundle(network, numpy_engine.init(network, 0)))
 
 
 def _sha(payload: bytes) -> str:

@@ -30,7 +30,7 @@ from fedquilt.testing.faults.broker import Noise, SimBroker
 from fedquilt.testing.faults.disk import SimDisk
 from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.schedule import COORDINATOR, ROUND_S, Schedule
-from fedquilt.testing.faults.sides import FLEET, AgentSide, BrokenError, CoordinatorSide, Side, known_rounds
+from fedquilt.testing.faults.sides import FLEET, AgentSide, BrokenError, CoordinatorSide, Side, last_counted_rounds
 from fedquilt.testing.faults.truth import Node, Truth, Workshop
 
 STEPS_MOST: Final = 2_000
@@ -69,7 +69,7 @@ class Theatre:
 
     def truths(self, plan: Schedule) -> dict[str, Truth]:
         """What the schedule's jobs should come to, by their ids."""
-        plans = [plan.of(number) for number in range(plan.jobs)]
+        plans = [plan.for_job(number) for number in range(plan.jobs)]
         for name in {each.method for each in plans} - self._shops.keys():
             self._shops[name] = Workshop(name, self.place)
         return {_id(number): Truth(each, self._shops[each.method], number) for number, each in enumerate(plans)}
@@ -93,7 +93,7 @@ class Theatre:
                 world.run()
             if world.happened["damaged"] and not world.happened["rot"]:
                 raise BrokenError("a blob was whole before anybody saw that a chunk of it was not")
-            world.require()
+            world.require_correct()
         except BrokenError:
             raise
         except FedquiltError as error:
@@ -135,7 +135,7 @@ def _id(number: int) -> str:
     return f"sim{number}-20260101-000000-00000{number}"
 
 
-def _offered(disk: SimDisk, root: str, id: str) -> set[int]:
+def _rounds_in_outbox(disk: SimDisk, root: str, id: str) -> set[int]:
     """Return the rounds of a job of which a device's outbox has an update."""
     if not disk.is_dir(f"{root}/outbox"):
         return set()
@@ -163,8 +163,8 @@ class World:
         self._wall_ns = dict.fromkeys([COORDINATOR], 0)
         self._began_ns = time.time_ns()
         self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
-        self.coordinator.observe, self.coordinator.load = self._seen, self._watched
-        self.coordinator.acknowledge, self.coordinator.begin = self._acknowledged, self._begun
+        self.coordinator.observe, self.coordinator.load = self._check_event, self._watched
+        self.coordinator.acknowledge, self.coordinator.begin = self._count_acknowledgement, self._extend_attempt_limits
         slack_s = SLACK_S + 4 * plan.devices * max(plan.beside_s, 0.0)
         self._attempts = {id: Attempts(plan.deadline_s, slack_s) for id in self.truths}
         # updates that come in turn put a deadline off by their wait, which takes long where devices refuse to send
@@ -179,7 +179,7 @@ class World:
         for index in range(plan.devices):
             agent = self._side(AgentSide, f"dev-{index}", folder)
             agent.truths = by_method
-            agent.counts = partial(self._counts, agent.name)
+            agent.counts = partial(self._is_counted, agent.name)
             self.agents.append(agent)
         self.sides: list[Side] = [self.coordinator, *self.agents]
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -188,9 +188,9 @@ class World:
         self._trouble_s = 0.0  # virtual time of the last fault so far, or of a job's submission
         self._deaths = Counter[str]()  # device -> acknowledgements until it dies
         for fault in plan.faults:
-            self._enter(fault)
+            self._schedule_fault(fault)
         for number, id in enumerate(self.truths):
-            self._at(max(plan.twice_s, 0.0) if number else 0.0, "", partial(self._submit, id))
+            self._schedule(max(plan.twice_s, 0.0) if number else 0.0, "", partial(self._submit_job, id))
 
     def _side(self, kind: type[S], name: str, folder: Path) -> S:
         self._wall_ns[name] = 0
@@ -202,21 +202,21 @@ class World:
     # -- running --
 
     def run(self) -> None:
-        """Play until all jobs have ended and all updates are answered, and once more with all devices connected anew.
+        """Play until all jobs have ended and updates are answered, then again with all devices reconnected.
 
         Raises:
             BrokenError: If the jobs do not end in time.
         """
-        self._play(lambda: len(self._ended) == len(self.truths) or self._idle())
+        self._play_until(lambda: len(self._ended) == len(self.truths) or self._idle())
         self.broker.noise = ()
         for side in self.agents:
             self.broker.cut(side.name, keep=False)
             self.broker.join(side.name)
         connected_s = self.broker.now_s
-        self._play(lambda: self.broker.now_s >= connected_s + REPLY_S)
+        self._play_until(lambda: self.broker.now_s >= connected_s + REPLY_S)
 
-    def _play(self, over: Callable[[], bool]) -> None:
-        """Let everything due happen, until all is over and no device waits for an answer."""
+    def _play_until(self, over: Callable[[], bool]) -> None:
+        """Advance virtual time until `over` and no device waits for an answer. Raise BrokenError after a limit."""
         broker, steps, until_s = self.broker, 0, math.inf
         while True:
             now_s = broker.now_s
@@ -232,14 +232,14 @@ class World:
                     if side.trouble != before:
                         self._trouble_s = max(self._trouble_s, now_s, side.up_s)
                     if side.ended and isinstance(side, AgentSide):
-                        self._require_known(side)
+                        self._require_update_or_ack(side)
                     side.ended = False
             if self.coordinator.inner is not None:
                 self._last_s = now_s
             if over():
                 if until_s == math.inf:
                     until_s = now_s + SETTLE_S
-                if self._quiet() or now_s > until_s:
+                if self._no_update_waits() or now_s > until_s:
                     return
             elif (now_s > self._trouble_s + self.finish_s and not self._agenda) or steps > STEPS_MOST:
                 late_s, limit_s = now_s - self._trouble_s, self.finish_s
@@ -270,18 +270,19 @@ class World:
         useless = sum(side.dead or side.work_s >= plan.deadline_s or side.newer for side in self.agents)
         return finish_s + (rounds * useless + 2) * plan.deadline_s
 
-    def _submit(self, id: str) -> None:
+    def _submit_job(self, id: str) -> None:
         with self._operator() as store:
             store.add(self.truths[id].job, self.truths[id].folder, id=id)
 
-    def _counts(self, device: str, job: str, round: int) -> bool:
+    def _is_counted(self, device: str, job: str, round: int) -> bool:
+        """Return whether the log counts a device's update of a round."""
         return job in self.coordinator.promises and (round, device) in self.coordinator.promises[job].counted
 
-    def _acknowledged(self, device: str) -> None:
-        """Let a device die, if it is its time."""
+    def _count_acknowledgement(self, device: str) -> None:
+        """Count an acknowledgement of a device, and destroy the device after the number in the schedule."""
         self._deaths[device] -= 1
         if self._deaths[device] == 0:
-            self._at(self.broker.now_s, "death", next(side for side in self.agents if side.name == device).die)
+            self._schedule(self.broker.now_s, "death", next(side for side in self.agents if side.name == device).die)
 
     def _idle(self) -> bool:
         """Whether the coordinator serves no job, though nobody has stopped one: none is left to be served."""
@@ -291,24 +292,25 @@ class World:
         with self._operator() as store:
             return all(store.status(id) in ("done", "failed") for id in self.truths)
 
-    def _quiet(self) -> bool:
-        """Whether no device waits for an answer."""
+    def _no_update_waits(self) -> bool:
+        """Return whether no living device has an update that is not answered yet."""
         return all(side.dead or (side.inner is not None and not side.inner.duty.state.outbox) for side in self.agents)
 
-    def _seen(self, job: object, fact: AnyFact) -> None:
+    def _check_event(self, job: object, fact: AnyFact) -> None:
+        """Note an event of a job. Raise BrokenError if the time of an attempt is wrong."""
         id: str = job.id  # type: ignore[attr-defined]
         self.committed += isinstance(fact, Committed)
         if isinstance(fact, Ended) and fact.status != "stopped":
             self._ended[id] = fact
-        wrong = self._attempts[id].problem(fact, self.broker.now_s)
+        wrong = self._attempts[id].check_event(fact, self.broker.now_s)
         if wrong and self._timed:
             raise BrokenError(f"{id}: {wrong}")
         self._observe(id, fact)
 
-    def _begun(self) -> None:
+    def _extend_attempt_limits(self) -> None:
         """Note that the coordinator starts."""
         for each in self._attempts.values():
-            each.coordinator_starts(self.broker.now_s, self.broker.now_s - self._last_s)
+            each.extend_for_restart(self.broker.now_s, self.broker.now_s - self._last_s)
 
     def _watched(self, name: str) -> Method:
         """A method that holds whoever folds to each device once, and to their order unless its fold adds up in any."""
@@ -329,36 +331,39 @@ class World:
 
         return replace(method, fold=fold)
 
-    def _enter(self, fault: schedule.AnyFault) -> None:
+    def _schedule_fault(self, fault: schedule.AnyFault) -> None:
+        """Put a fault of the schedule on the agenda."""
         kept: list[Any] = []
         match fault:
             case schedule.Kill(who, at_s, power, down_s):
-                self._at(at_s, "kill", lambda: self._kill(who, power, down_s))
+                self._schedule(at_s, "kill", lambda: self._kill_side(who, power, down_s))
             case schedule.Cut(who, start_s, length_s, keep):
-                self._at(start_s, "cut", lambda: self.broker.cut(who, keep=keep))
-                self._at(start_s + length_s, "", lambda: self.broker.join(who))
+                self._schedule(start_s, "cut", lambda: self.broker.cut(who, keep=keep))
+                self._schedule(start_s + length_s, "", lambda: self.broker.join(who))
             case schedule.Broker(start_s, length_s, sessions, retained):
-                self._at(start_s, "broker", lambda: self.broker.stop(sessions=sessions, retained=retained))
-                self._at(start_s + length_s, "", self.broker.start)
+                self._schedule(start_s, "broker", lambda: self.broker.stop(sessions=sessions, retained=retained))
+                self._schedule(start_s + length_s, "", self.broker.start)
             case schedule.Jump(who, at_s, sleep_s, wall_s):
-                self._at(at_s, "jump", lambda: self._jump(who, sleep_s, wall_s))
+                self._schedule(at_s, "jump", lambda: self._jump(who, sleep_s, wall_s))
             case schedule.Stop(at_s, length_s):
-                self._at(at_s, "", lambda: self._request("stopping", ("running",)))
-                self._at(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
+                self._schedule(at_s, "", lambda: self._request("stopping", ("running",)))
+                self._schedule(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
             case schedule.Ahead(start_s, length_s):
-                self._at(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
-                self._at(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
+                self._schedule(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
+                self._schedule(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
             case schedule.Death(who, ack):
                 self._deaths[who] = min(ack, self._deaths[who] or ack)
             case schedule.Second(at_s):
-                self._at(at_s, "second", self._second)
+                self._schedule(at_s, "second", self._second)
             case schedule.Rot(who, at_s, place):
-                self._at(at_s, "", lambda: self._rot(who, place))
+                self._schedule(at_s, "", lambda: self._rot(who, place))
             case schedule.Restore(at_s, back_s):
-                self._at(max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy()))
-                self._at(at_s, "restore", lambda: self._restore(kept.pop()))
+                self._schedule(max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy()))
+                self._schedule(at_s, "restore", lambda: self._restore(kept.pop()))
 
-    def _at(self, at_s: float, name: str, do: Callable[[], None]) -> None:
+    def _schedule(self, at_s: float, name: str, do: Callable[[], None]) -> None:
+        """Put a call on the agenda of virtual time, counted under `name` when it happens."""
+
         def happens() -> None:
             if name:
                 self.happened[name] += 1
@@ -375,7 +380,8 @@ class World:
             side.due_s = max(self.broker.now_s, side.up_s)
             self._wall_ns[who] += int(wall_s * 1e9)
 
-    def _kill(self, who: str, power: bool, down_s: float) -> None:
+    def _kill_side(self, who: str, power: bool, down_s: float) -> None:
+        """End the process of a side that is not destroyed, until `down_s` have passed."""
         side = next((side for side in self.sides if side.name == who and not side.dead), None)
         if side is not None:
             side.kill(power, down_s)
@@ -402,7 +408,7 @@ class World:
                 store.set_status(id, status)
                 self.happened["stop"] += status == "stopping"
             elif status == "running" and store.status(id) == "stopping":  # the coordinator has not got round to it
-                self._at(self.broker.now_s + 10.0, "", lambda: self._request(status, when))
+                self._schedule(self.broker.now_s + 10.0, "", lambda: self._request(status, when))
 
     def _second(self) -> None:
         if self.coordinator.inner is not None and self.coordinator.second():
@@ -410,8 +416,8 @@ class World:
 
     # -- afterwards --
 
-    def require(self) -> None:
-        """Hold the logs and the devices' files against the truth.
+    def require_correct(self) -> None:
+        """Compare the logs and the devices' files with the truth.
 
         Raises:
             BrokenError: something does not hold.
@@ -419,29 +425,31 @@ class World:
         with self._operator() as store:
             logs = {id: [fact for _, _, fact in store.facts(id)] for id in self.truths}
         causes = {side.name: side.failures for side in self.agents}
-        if not self._altered and (wrong := selection.causeless(chain.from_iterable(logs.values()), causes)):
+        if not self._is_altered and (
+            wrong := selection.find_causeless_decline(chain.from_iterable(logs.values()), causes)
+        ):
             raise BrokenError(wrong)
         for id, facts in logs.items():
             truth = self.truths[id]
-            cohorts = self._require_log(id, facts, truth)
+            cohorts = self._checked_cohorts(id, facts, truth)
             for side in self.agents if cohorts else ():
                 if not side.dead:
-                    self._require_device(id, side, truth, cohorts)
-        self._require_cleared()
+                    self._require_private_state(id, side, truth, cohorts)
+        self._require_no_tasks()
 
     @property
-    def _altered(self) -> bool:
-        """Whether something has changed what was synced, so that promises may be broken."""
+    def _is_altered(self) -> bool:
+        """Whether something has changed synced data, so that promises may be broken."""
         return bool(self.happened["rot"] or self.happened["restore"])
 
-    def _require_known(self, side: AgentSide) -> None:
-        """Raise BrokenError if a device whose process has ended has neither an update that counts nor its answer."""
-        if self._altered or side.dead:
+    def _require_update_or_ack(self, side: AgentSide) -> None:
+        """Raise BrokenError if an ended device has neither a counted update of its own nor the answer to it."""
+        if self._is_altered or side.dead:
             return
         root, disk = side.platter.root, SimDisk(side.platter)
-        known = known_rounds(root, disk)
+        known = last_counted_rounds(root, disk)
         for id, promised in self.coordinator.promises.items():
-            offered = _offered(disk, root, id)
+            offered = _rounds_in_outbox(disk, root, id)
             for round in (round for round, device in promised.counted if device == side.name):
                 if round > known.get(id, -1) and round not in offered:
                     raise BrokenError(
@@ -449,12 +457,12 @@ class World:
                         "no more"
                     )
 
-    def _require_cleared(self) -> None:
-        """Raise BrokenError if the broker keeps a task, or a device works on one, now that all jobs have ended."""
+    def _require_no_tasks(self) -> None:
+        """Raise BrokenError if the broker still retains a task, now that all jobs have ended."""
         for side in self.agents:
             if side.newer or side.dead:  # what it sends is refused, or it sends nothing: nobody clears its task
                 continue
-            if task := self.broker.retained(wire.Topics(FLEET).device(side.name, "dn", "task")):
+            if task := self.broker.retained_message(wire.Topics(FLEET).device(side.name, "dn", "task")):
                 of = wire.decode(task, Task)
                 raise BrokenError(f"all jobs have ended, and {side.name} is still sent round {of.round} of {of.job}")
 
@@ -464,8 +472,8 @@ class World:
         lost = any(isinstance(fact, Declined) and said in fact.reason for fact in facts)
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 
-    def _require_log(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
-        """The cohorts of a job's rounds."""
+    def _checked_cohorts(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
+        """Return the cohorts of a job's rounds. Raise BrokenError if its log or a state is wrong."""
         last = facts[-1] if facts else None
         if isinstance(last, Ended) and last.status == "failed" and self._excused(facts):
             return ()  # what is destroyed is named; nothing wrong was made of it
@@ -485,7 +493,7 @@ class World:
                 counted[fact.round].append(fact.update.device)
             elif isinstance(fact, Lost):  # its device is asked for it again, and counts once more
                 counted[fact.round].remove(fact.device)
-        if not self._altered and (wrong := selection.problem(truth.job, facts)):
+        if not self._is_altered and (wrong := selection.check_selections(truth.job, facts)):
             raise BrokenError(f"{id}: {wrong}")
         anew = [fact.round for fact in facts if isinstance(fact, Answered) and fact.update.note]
         cohorts: tuple[tuple[str, ...], ...] = ()
@@ -504,8 +512,10 @@ class World:
                 )
         return cohorts
 
-    def _require_device(self, id: str, side: AgentSide, truth: Truth, cohorts: tuple[tuple[str, ...], ...]) -> None:
-        """What a device keeps belongs to the last round that it knows was counted, and it knows of all but the last."""
+    def _require_private_state(
+        self, id: str, side: AgentSide, truth: Truth, cohorts: tuple[tuple[str, ...], ...]
+    ) -> None:
+        """Raise BrokenError if a device's private state is not that of the last counted round it knows of."""
         disk, root = SimDisk(side.platter), side.platter.root
         given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
         remembered = Remembered(Path(root), disk, durable=True)
@@ -515,7 +525,7 @@ class World:
             return  # it has counted a round that was played again without it, and has not been asked since
         if last >= 0 and last not in given:
             raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
-        waiting = _offered(disk, root, id)
+        waiting = _rounds_in_outbox(disk, root, id)
         if unknown := [round for round in given if round > last and round not in waiting]:
             raise BrokenError(
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from evaluations import of_classes
 
 from fedquilt.coordinator.facts import Answered, Committed, Declined, Rejected
 from fedquilt.coordinator.views.costs import account, lines, total
@@ -19,7 +20,7 @@ def answered(device: str, round: int, weight: float = 10.0, **usage: object) -> 
 
 
 def checked(round: int, accuracy: float) -> Committed:
-    return Committed(round, BLOB, False, {"check.accuracy": accuracy})
+    return Committed(round, BLOB, False, {}, evaluation=of_classes(accuracy, 100))
 
 
 def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_example() -> None:

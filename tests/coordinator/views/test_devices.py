@@ -61,7 +61,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
     """Sorted by name; what a board sends moves no cursor."""
-    assert devices.lines(devices.look(home, NOW), NOW, wide=80) == [
+    assert devices.format_devices(devices.look(home, NOW), NOW, wide=80) == [
         "3 boards: 2 online, 1 of them at work; 1 offline",
         "",
         "board    state     for     W  °C     memory  doing",
@@ -83,7 +83,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
         store.write([silent, quiet], [])
     found = devices.look(home, NOW)
     at = time.strftime("%H:%M", time.localtime(NOW - 700.0))
-    told = devices.lines(found, NOW, wide=80)
+    told = devices.format_devices(found, NOW, wide=80)
     assert told[0] == "3 boards: 1 online, 0 of them at work; 1 offline, 1 silent"
     assert told[3].startswith("orin-07  silent   12 min")
     assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
@@ -100,7 +100,7 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
         known = {"a": Reading(int(NOW), served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
         store.write([Board(name, online=True) for name in known], known.items())
     found = devices.look(tmp_path, NOW)
-    told = devices.lines(found, NOW, wide=80)
+    told = devices.format_devices(found, NOW, wide=80)
     assert "  serves: 1200 answers, drift 0.41, accuracy 90 %" in told
     assert "  serves: 3 answers, drift not known yet" in told
     assert (found[0].row()["drift"], found[0].row()["accuracy"], found[0].row()["served"]) == (0.414, 0.9, 1200)
@@ -120,12 +120,12 @@ def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: in
     """Hundreds of MB are written in full, not with an exponent."""
     board = msgspec.structs.replace(WORKING, budget_bytes=budget)
     reading = Reading(int(NOW), task_bytes=task)
-    assert told in devices.lines([devices.Device(board, reading)], NOW, wide=80)[3]
+    assert told in devices.format_devices([devices.Device(board, reading)], NOW, wide=80)[3]
 
 
 def test_without_a_coordinator_that_is_said(home: Path) -> None:
     """Who is online is then not known."""
-    assert "no coordinator serves this home" in devices.lines(devices.look(home, NOW), NOW, served=False)[1]
+    assert "no coordinator serves this home" in devices.format_devices(devices.look(home, NOW), NOW, served=False)[1]
 
 
 def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from evaluations import of_classes, total
 
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended, Resumed, Started
 from fedquilt.coordinator.views import progress
-from fedquilt.core import BlobRef, Update, Usage
+from fedquilt.core import BlobRef, EvaluationSums, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 
 
-def answered(device: str, round: int, took_s: float | None = None, metrics: object = None, **usage: object) -> Answered:
+def answered(device: str, round: int, took_s: float | None = None, sums: object = None, **usage: object) -> Answered:
     update = Update(
         job="j",
         round=round,
@@ -19,24 +20,21 @@ def answered(device: str, round: int, took_s: float | None = None, metrics: obje
         device=device,
         weight=1.0,
         bundles={},
-        metrics=metrics or {},
+        metrics={},
+        evaluation=sums,
         usage=Usage(**usage),
     )
     return Answered(round, update, took_s)
 
 
-def committed(round: int, took_s: float = 0.0, finished: bool = False) -> Committed:
-    return Committed(round, BLOB, finished, {}, (), took_s)
-
-
-def checked(accuracy: float, examples: float) -> dict[str, float]:
-    return {"check.accuracy": accuracy, "check.examples": examples}
+def committed(round: int, took_s: float = 0.0, finished: bool = False, sums: EvaluationSums | None = None) -> Committed:
+    return Committed(round, BLOB, finished, {}, (), took_s, evaluation=None if sums is None else total(sums))
 
 
 def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
     """Eleven devices: the worst tenth is two of them, as a part of a device counts as one."""
-    told = {f"dev-{i:02d}": {"accuracy": i / 10, "examples": 10.0 if i else 90.0} for i in range(11)}
-    found = progress.of_devices(told)
+    told = {f"dev-{i:02d}": of_classes(i / 10, 10 if i else 90) for i in range(11)}
+    found = progress.of_devices(total(*told.values()), told)
     assert found is not None
     assert found.mean == pytest.approx(0.5)
     assert found.worst_decile == pytest.approx(0.05)
@@ -46,24 +44,25 @@ def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
 
 def test_a_device_without_held_out_examples_tells_nothing() -> None:
     """And where nobody has any, nothing is known: not 0."""
-    assert progress.of_devices({"a": {"accuracy": 0.0, "examples": 0.0}}) is None
-    found = progress.of_devices({"a": {"examples": 0.0}, "b": {"accuracy": 0.5, "examples": 4.0}})
+    nothing = EvaluationSums(examples=0)
+    assert progress.of_devices(nothing, {"a": nothing}) is None
+    found = progress.of_devices(total(nothing, of_classes(0.5, 4)), {"a": nothing, "b": of_classes(0.5, 4)})
     assert found is not None
     assert (found.mean, found.worst_decile, found.devices) == (0.5, 0.5, {"b": 0.5})
-    assert progress.personal([answered("a", 0).update]) is None
+    assert progress.personal(None, [answered("a", 0).update]) is None
 
 
 FACTS: list[tuple[float, AnyFact]] = [
     (100.0, Started(BLOB)),
-    (103.0, answered("a", 0, 4.0, checked(0.25, 4), wall_s=3.0, energy_j=8.0, down_bytes=10, up_bytes=1)),
-    (104.0, answered("b", 0, 6.0, checked(0.75, 4), wall_s=4.0, energy_j=2.0, down_bytes=10, up_bytes=1)),
-    (105.0, committed(0, 7.0)),
+    (103.0, answered("a", 0, 4.0, of_classes(0.25, 4), wall_s=3.0, energy_j=8.0, down_bytes=10, up_bytes=1)),
+    (104.0, answered("b", 0, 6.0, of_classes(0.75, 4), wall_s=4.0, energy_j=2.0, down_bytes=10, up_bytes=1)),
+    (105.0, committed(0, 7.0, sums=total(of_classes(0.25, 4), of_classes(0.75, 4)))),
     (106.0, Ended("stopped")),
     (900.0, Resumed()),
     (903.0, answered("a", 1, 5.0, wall_s=5.0, energy_j=4.0, down_bytes=5, up_bytes=1)),
     (904.0, committed(1, 5.0)),
-    (905.0, answered("a", 2, 1.0, checked(0.9, 4), wall_s=1.0, energy_j=1.0, down_bytes=5)),
-    (906.0, committed(2, 2.0)),
+    (905.0, answered("a", 2, 1.0, of_classes(0.9, 10), wall_s=1.0, energy_j=1.0, down_bytes=5)),
+    (906.0, committed(2, 2.0, sums=of_classes(0.9, 10))),
 ]
 
 
@@ -90,8 +89,8 @@ def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation() -> None:
 
 def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too() -> None:
     """The round after the finished one is no round of work."""
-    facts = [(0.0, committed(0, 1.0, finished=True)), (1.0, answered("a", 1, 1.0, checked(0.5, 2)))]
-    found = progress.points([*facts, (2.0, committed(1, 9.0))], rounds=10)
+    facts = [(0.0, committed(0, 1.0, finished=True)), (1.0, answered("a", 1, 1.0, of_classes(0.5, 2)))]
+    found = progress.points([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], rounds=10)
     assert [(point.rounds, point.clock_s) for point in found] == [(0, 0.0), (1, 1.0)]
     assert found[-1].personal is not None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from evaluations import of_classes, of_numbers, total
 
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.facts import (
@@ -22,6 +23,7 @@ from fedquilt.coordinator.facts import (
     Reopened,
     Rounds,
     Started,
+    Surveyed,
     apply,
 )
 from fedquilt.coordinator.plan import Plan
@@ -49,23 +51,23 @@ def answer(device: str, round: int = 0) -> Answered:
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
     """And a wait that is over and begins again is a new one."""
     waiting, a, b = Waiting(), Wait("a", "a", "lost"), Wait("b", "b", "boards")
-    assert waiting.line(a, 0.0) is None
-    assert waiting.line(a, WAIT_SAID_S) == "waiting for a"
-    assert waiting.line(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
-    assert waiting.line(b, WAIT_SAID_S + 101) == "waiting for b"
-    assert waiting.line(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
-    assert waiting.line(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
-    assert waiting.line(None, 2000.0) is None
-    assert waiting.line(b, 2001.0) is None
-    assert waiting.line(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
+    assert waiting.line_due(a, 0.0) is None
+    assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
+    assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
+    assert waiting.line_due(b, WAIT_SAID_S + 101) == "waiting for b"
+    assert waiting.line_due(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line_due(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    assert waiting.line_due(None, 2000.0) is None
+    assert waiting.line_due(b, 2001.0) is None
+    assert waiting.line_due(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
 
 
 def test_a_wait_for_devices_at_work_is_told_later() -> None:
     """Every round has one: the slowest device is named once the others have waited for half a minute."""
     waiting, slow = Waiting(), Wait("c, at work", "c", "working")
-    assert waiting.line(slow, 0.0) is None
-    assert waiting.line(slow, WORK_SAID_S - 1) is None
-    assert waiting.line(slow, WORK_SAID_S) == "waiting for c, at work"
+    assert waiting.line_due(slow, 0.0) is None
+    assert waiting.line_due(slow, WORK_SAID_S - 1) is None
+    assert waiting.line_due(slow, WORK_SAID_S) == "waiting for c, at work"
 
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
@@ -103,14 +105,14 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
         def elsewhere(self, job: str) -> frozenset[str]:
             return frozenset()
 
-        def timed(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
+        def wall_clock_state(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
             return Job.rounds, now
 
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
         console.contact(link)  # type: ignore[arg-type]
-        console.wait(Server())  # type: ignore[arg-type]
+        console.report_waits(Server())  # type: ignore[arg-type]
     told = capsys.readouterr().out
     assert "waiting for its broker, which cannot be reached" in told
     assert "fedquilt doctor" in told
@@ -120,18 +122,35 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
     """How many are there, of which kind, and how many it takes."""
     state = begun(Cohort(size=3, min_devices=3))
-    wait = waits.waiting(state, ["torch", "numpy"], ["a"])
+    wait = waits.find_wait(state, ["torch", "numpy"], ["a"])
     assert wait is not None
     assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
+
+
+def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more() -> None:
+    """Two of three online devices lack the package or have another content of it, and two are needed."""
+    codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
+    state = apply(begun(Cohort(size=2, min_devices=2)), Surveyed(0, ("a",), codes), 1.0)
+    for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
+        wait = waits.find_wait(state, ["torch"], online)
+        assert wait is not None
+        assert wait.kind == "plugins"
+        assert wait.text == (
+            "devices that run torch: 1 online, at least 2 needed; not b, which has no package mine-fl, of which the "
+            "job needs 1.0 aaaa: install it there, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
+            "bbbb, and the job needs 1.0 aaaa: install the same content there"
+        )
+    few = apply(begun(Cohort(size=4, min_devices=4)), Surveyed(0, ("a",), codes), 1.0)
+    assert waits.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     """Everybody has answered who could, and it is not enough before the deadline."""
     state = apply(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
-    assert waits.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
+    assert waits.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply(state, answer(device), 2.0)
-    wait = waits.waiting(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
+    wait = waits.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
     assert wait is not None
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
@@ -145,7 +164,7 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
 
     def told(able: str, busy: str = "") -> str | None:
-        wait = waits.waiting(state, ["torch"], able, frozenset(busy))
+        wait = waits.find_wait(state, ["torch"], able, frozenset(busy))
         return None if wait is None else wait.text
 
     assert told("") == "a, b, c, d, e and 2 more, offline"
@@ -163,7 +182,7 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
 
     def told(**board: Any) -> tuple[str, str]:
         known = {"d3": Board("d3", **board)}
-        wait = waits.waiting(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
+        wait = waits.find_wait(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
         assert wait is not None
         return wait.text, wait.kind
 
@@ -179,7 +198,7 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     """Whether the job's rounds are over or the method has ended by itself."""
     state = begun(Cohort(), rounds=5 if finished else 1, check_every=1)
     facts = [Asked(0, 0, ("a",)), answer("a"), Closed(0), Committed(0, REF, finished, {})]
-    facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {"check.accuracy": 0.5})]
+    facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {}, evaluation=of_classes(0.5))]
     told, teller = [], log.Teller()
     for fact in facts:
         state = apply(state, fact, 1.0)
@@ -190,7 +209,8 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
         "round 0: updates aggregated (1 of 1 devices)",
         "final evaluation: cohort a",
     ]
-    assert told[7] == "final evaluation: accuracy 50.0 %, 1 of 1 devices"
+    assert told[7].startswith("final evaluation: accuracy 50.0 % on 10 held-out examples, ")
+    assert told[7].endswith(", loss 0.5, 1 of 1 devices")
 
 
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
@@ -268,10 +288,11 @@ def test_a_count_is_told_to_the_last_one() -> None:
 def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
     """Devices evaluate what they get, before they train it: the state that the round before has left."""
     for round, of in ((0, "at the start"), (3, "after round 2")):
-        (told,) = log.sentences(Committed(round, REF, False, {"check.accuracy": 0.5, "loss": 0.25}))
-        assert told == f"round {round}: updates aggregated; loss 0.25; {of}: accuracy 50.0 %"
-    noted = log.sentences(Committed(3, REF, False, {"check.accuracy": 0.5, "loss": 0.25}, ("a note",)))
-    assert noted == ["round 3: updates aggregated; after round 2: accuracy 50.0 %", "a note"]
+        evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
+        (told,) = log.sentences(Committed(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4)))
+        assert told == f"round {round}: updates aggregated; loss 0.25; {of}: {evaluated}"
+    noted = log.sentences(Committed(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4)))
+    assert noted == [f"round 3: updates aggregated; after round 2: {evaluated}", "a note"]
 
 
 def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
@@ -279,13 +300,14 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     state, teller = begun(Cohort(size=4), check_every=1), log.Teller()
     metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
     facts = [Asked(0, 0, tuple("abcd")), *(Answered(0, update) for update in metered), answer("c"), Closed(0)]
-    checked = {"loss": 0.25, "check.accuracy": 0.777, "check.examples": 718.0, "check.loss": 0.5}
-    for fact in [*facts, Committed(0, REF, False, checked)]:
+    checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
+    for fact in [*facts, Committed(0, REF, False, {"loss": 0.25}, evaluation=checked)]:
         state = apply(state, fact, 1.0)
         told = teller.tell(fact, state)
     assert told == [
         "round 0: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
-        "at the start: accuracy 77.7 % on 718 held-out examples, loss 0.5"
+        "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
+        "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
     state = apply(state, Asked(1, 0, ("a",)), 2.0)
     teller.tell(Asked(1, 0, ("a",)), state)
@@ -306,11 +328,8 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
 
 def test_an_evaluation_has_its_own_metrics() -> None:
     """Shares in per cent, others as they are; the main one comes first."""
-    found = {"check.loss": 0.25, "check.rmse": 1.5, "check.examples": 40.0, "check.odd": 2.0}
-    (told,) = log.sentences(Committed(1, REF, False, found))
-    assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, loss 0.25, odd 2")
-    (told,) = log.sentences(Committed(1, REF, False, {"check.label_accuracy": 0.5}))
-    assert told.endswith("after round 0: label accuracy 50.0 %")
+    (told,) = log.sentences(Committed(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40)))
+    assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
 
 
 def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

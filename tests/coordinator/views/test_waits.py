@@ -70,11 +70,11 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
     with Reader(held.store.home) as reader:
         row = reader.job(held.job)
         assert reader.standing(row) == "held"
-        assert Follower(row).running(str(reader.holds.of(row.id)))["waits"] == str(hold)
+        assert Follower(row).running_round(str(reader.holds.of(row.id)))["waits"] == str(hold)
     held.store.depot.disk.name = ""  # type: ignore[attr-defined]
     held.play(unreadable.AGAIN_S + 1.0)
     assert log.summary(held.store.job(held.job), held.store)["status"] == "running"
-    assert waits.of(held.store.job(held.job), held.store) is None
+    assert waits.describe_wait(held.store.job(held.job), held.store) is None
     held.hands[0].answer(ones())
     held.play()
     assert held.store.status(held.job) == "done"
@@ -112,7 +112,7 @@ def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried
     assert held.store.lock()
     held.play()
     assert held.store.standing(held.store.job(held.job)) == "held"
-    held.store.remove([held.job])
+    held.store.delete_runs([held.job])
     assert held.store.holds.of(held.job) is None
     held.store.close()
 
@@ -162,7 +162,7 @@ def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
     stage.play(1.0)
     told = ""
     for _ in range(8):
-        console.wait(stage.server, stage.noted.board)
+        console.report_waits(stage.server, stage.noted.current_board)
         told += " ".join(capsys.readouterr().out.split())
         stage.play(1.0)
     assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
@@ -177,8 +177,8 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     stage.play()
     now_s = iter([0.0, *[stage.broker.now_s + after_s for after_s in (0.0, 6.0, 6.0)]])
     console = terminal.Console(named=True, clock=lambda: next(now_s))
-    console.wait(stage.server)
-    console.wait(stage.server)
+    console.report_waits(stage.server)
+    console.report_waits(stage.server)
     told = " ".join(capsys.readouterr().out.split())
     assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks" in told
     assert f"it goes on when they are free: {a.name}, {b.name} at a task of {first}" in told
@@ -196,7 +196,7 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
     while "waiting for" not in told:
         assert stage.broker.now_s < begin_s + 10.0
         stage.play(0.1)
-        console.wait(stage.server, stage.noted.board)
+        console.report_waits(stage.server, stage.noted.current_board)
         told += " ".join(capsys.readouterr().out.split())
     assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
@@ -214,7 +214,7 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
     hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     for _ in range(12):
         stage.play(1.0)
-        console.wait(stage.server, stage.noted.board)
+        console.report_waits(stage.server, stage.noted.current_board)
         told += " ".join(capsys.readouterr().out.split())
     assert re.search(r"waiting for a, b, at work for 1\d s, until \S.*\(58\d s\), not for c, offline since", told), told
     hands[0].answer(ones())
@@ -235,13 +235,13 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
     row = stage.store.job(stage.job)
     follower = Follower(row)
     for seq, at, fact in stage.store.facts(row.id):
-        follower.add(seq, at, fact)
-    shown = follower.running(None, waits.known(stage.store.home))["waits"]
+        follower.add_fact(seq, at, fact)
+    shown = follower.running_round(None, waits.load_boards(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
-    found = waits.logged(row, follower.state, waits.known(stage.store.home))
+    found = waits.describe_round_wait(row, follower.state, waits.load_boards(stage.store.home))
     assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)
     stage.play()
-    assert follower.running(None, waits.known(stage.store.home))["waits"] is None
+    assert follower.running_round(None, waits.load_boards(stage.store.home))["waits"] is None
     stage.store.close()

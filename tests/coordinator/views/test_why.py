@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from job_facts import BLOB, update
 
+from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.boards import Board, Doing
 from fedquilt.coordinator.boards_store import BoardStore
@@ -33,6 +34,52 @@ from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log, waits, why
 from fedquilt.core import JobError
+
+OUTWEIGHS = (
+    "one device can outweigh the others: of 3 devices no median bounds the weight by examples. Set [cohort] "
+    "max_examples to the most examples that a device has"
+)
+
+
+@pytest.mark.parametrize(
+    ("signed", "limited", "count", "weight", "changes", "said"),
+    [
+        (True, False, 3, 5.0, {}, True),
+        (False, True, 3, 5.0, {}, True),
+        (False, False, 3, 5.0, {}, False),  # whoever reaches the broker speaks for any device
+        (True, False, 4, 5.0, {}, False),
+        (True, False, 3, 1.0, {}, False),
+        (True, False, 3, 5.0, {"cohort": {"max_examples": 100}}, False),
+        (True, False, 3, 5.0, {"method": "robust"}, False),
+    ],
+)
+def test_a_fleet_too_small_for_a_median_of_weights_is_warned_of_where_devices_are_not_all_trusted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    signed: bool,
+    limited: bool,
+    count: int,
+    weight: float,
+    changes: dict[str, object],
+    said: bool,
+) -> None:
+    devices = tuple("abcd"[:count])
+    with Store(tmp_path) as store:
+        store.note_signed(signed)
+        if limited:
+            (tmp_path / "limits.toml").write_text("")
+        run = store.add(settings.parse({"name": "j", "method": "fedavg", "rounds": 1, **changes}), tmp_path)
+        store.begin(run)
+        for fact in (
+            Started(BLOB),
+            Surveyed(0, devices, {}),
+            Asked(0, 0, devices[:2]),
+            Answered(0, msgspec.structs.replace(update("a"), weight=weight), 1.0),
+        ):
+            store.append(run, fact)
+    assert main(["why", run, "--home", str(tmp_path)]) == 0
+    assert (OUTWEIGHS in " ".join(capsys.readouterr().out.split())) is said
+
 
 PLAN = Plan(0, 100, Cohort(size=2), 0)
 
@@ -218,7 +265,7 @@ def told(facts: list[AnyFact], plan: Plan = PLAN) -> why.Parts:
     """Parts of devices by these facts."""
     made = why.Parts(plan)
     for fact in facts:
-        made.add(fact)
+        made.add_fact(fact)
     return made
 
 
@@ -256,7 +303,7 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) ->
         store.set_status(id, "running")
         for fact in (Started(BLOB), Surveyed(0, (), {"flooding": ("a", "b")}, {})):
             store.append(id, fact)
-        said = waits.of(store.job(id), store)
+        said = waits.describe_wait(store.job(id), store)
     assert said is not None
     assert "2 online, 2 not eligible (flooding)" in said
 

@@ -210,7 +210,9 @@ def richly(root: Path, board: str, jetpack: int) -> None:
             (root / folder / name).write_text(f"{text}\n")
 
 
-@pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx2", 4), ("jetson-orin-nx", 6)])
+@pytest.mark.parametrize(
+    ("board", "jetpack"), [pytest.param("jetson-tx2", 4, marks=pytest.mark.nightly), ("jetson-orin-nx", 6)]
+)
 def test_any_folder_may_be_shut(user: User, board: str, jetpack: int):
     """One after the other, each of the tree: the board is read as far as it goes. Without /proc it is none."""
     root = user.folder / "board"

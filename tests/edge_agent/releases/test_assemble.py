@@ -27,6 +27,7 @@ from fedquilt.edge_agent.releases.protocol import CheckOrder, Parted
 from fedquilt.edge_agent.remembered import Private
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.evaluation import metrics_of
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
 FIRST = numpy_engine.init(NETWORK, seed=0)
@@ -45,7 +46,7 @@ def sent() -> bytes:
         "own": {name: FIRST[name] for name in HEAD},
         "model": {name: array for name, array in FIRST.items() if name not in HEAD},
     }
-    return personal.encode(task, onnx_file.unfilled(NETWORK), bundles)
+    return personal.encode(task, onnx_file.write_without_weights(NETWORK), bundles)
 
 
 class Place:
@@ -65,7 +66,7 @@ class Place:
     def checked(self, parted: Parted, **changes: Any) -> Outcome:
         given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
         order = CheckOrder(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
-        return check.carry_out(order)
+        return check.run_check(order)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def accuracy(model: dict[str, np.ndarray]) -> float:
     """Of a network on the held-out digits, by the engine that trains."""
     _, held = examples.load(DataSpec(**board_data()))
     engine = numpy_engine.NumpyEngine(1 << 40, base_bytes=0)
-    return float(engine.evaluate(NETWORK, model, held)["accuracy"])
+    return float(metrics_of(engine.evaluate(NETWORK, model, held))["accuracy"])
 
 
 def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(place: Place) -> None:

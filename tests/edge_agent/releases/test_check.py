@@ -5,7 +5,10 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import made_graphs
+import numpy as np
 import pytest
 from linear_models import board_data, network
 
@@ -39,7 +42,7 @@ def order(model: str, before: str | None = None, **changes: object) -> CheckOrde
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     """Accuracy is of the held-out share: a network with some classes turned is right for the others."""
     events: list[Event] = []
-    found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5))), events.append)
+    found = check.run_check(order(laid("new", network()), laid("old", network(turned=5))), events.append)
     assert (found.code, found.reason) == ("ok", "")
     told = found.metrics
     assert told["accuracy"] > 0.85
@@ -63,7 +66,7 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
 )
 def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data: dict, said: str) -> None:
     """Inputs of another shape, other classes, and data that are not there."""
-    found = check.carry_out(order(laid("new", network(**made)), data=board_data(**data)))
+    found = check.run_check(order(laid("new", network(**made)), data=board_data(**data)))
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
@@ -73,7 +76,7 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
     """A table's classes have names, which a model may have too."""
     (tmp_path / "own.csv").write_text("a,b,y\n" + "1,2,day\n2,3,night\n" * 4)
-    found = check.carry_out(
+    found = check.run_check(
         order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
     )
     assert found.code == "model"
@@ -82,7 +85,7 @@ def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path)
 
 def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
     """A board that serves and has no labelled examples."""
-    found = check.carry_out(order(laid("new", network()), laid("old", network(turned=5)), data={}))
+    found = check.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
     assert found.metrics.keys() == {"latency_s"}
     verdict = judged(Limits(min_gain=-0.01), found, None)
     assert verdict.refused == ""
@@ -91,16 +94,91 @@ def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"no graph", network()[:-100]])
 def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> None:
-    found = check.carry_out(order(laid("new", payload)))
+    found = check.run_check(order(laid("new", payload)))
     assert (found.code, found.metrics) == ("model", {})
     assert "cannot be run" in found.reason
 
 
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
     """The check ends before anything is loaded."""
-    found = check.carry_out(order(laid("new", network()), budget_bytes=60_000_000))
+    found = check.run_check(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "budget"
     assert "raise it" in found.reason
+
+
+# -- graphs of other exporters ------------------------------------------------------------------------
+
+
+def identity(*dims: int) -> Callable[[str], list[Any]]:
+    """Nodes that reshape "x" to these sizes, so that no other one fits."""
+    shape = made_graphs.numpy_helper.from_array(np.array(dims, np.int64))
+    return lambda into: [
+        made_graphs.helper.make_node("Constant", [], ["shape"], value=shape),
+        made_graphs.helper.make_node("Reshape", ["x", "shape"], [into]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "guess"),
+    [
+        (lambda: made_graphs.product(["n", None]), (6,)),  # a vector of the only size that the weights take
+        (lambda: made_graphs.product([-1, 3, -1, -1], nodes=made_graphs.pooled, size=3), (3, 224, 224)),
+        (lambda: made_graphs.product([-1, -1, -1, -1], nodes=made_graphs.pooled, size=1), (1, 224, 224)),
+        (lambda: made_graphs.product(["n", "h", "w", "c"], nodes=identity(-1, 32 * 32 * 3), size=3072), (3, 32, 32)),
+        (lambda: made_graphs.product(["n", 9, None], nodes=identity(-1, 9 * 16), size=144), (9, 16)),
+        (lambda: made_graphs.product(["n", "t"], kind=made_graphs.INT64, size=299), (299,)),  # tokens
+        (
+            lambda: made_graphs.product(["n", *"abcd"], nodes=identity(-1, 8**4), size=8**4),
+            (8, 8, 8, 8),
+        ),  # not 224^4
+    ],
+)
+def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
+    laid: Laid, made: Callable[[], Any], guess: tuple[int, ...]
+) -> None:
+    """The board has no data; what it ran the model on stands in its note."""
+    found = check.run_check(order(laid("new", made().SerializeToString()), data={}))
+    assert (found.code, found.reason) == ("ok", "")
+    assert found.metrics["latency_s"] > 0
+    assert f"it was run on an example of the shape {guess}, a guess" in found.note
+
+
+def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
+    """No guess is needed, and one that the graph does not take refuses the model."""
+    model = laid("new", made_graphs.product(["n", "a", "b"], nodes=identity(-1, 5 * 7), size=35).SerializeToString())
+    found = check.run_check(order(model, data={}, input_shape=(5, 7)))
+    assert (found.code, found.note) == ("ok", "accuracy was not measured: this device has no [data]")
+    found = check.run_check(order(model, data={}, input_shape=(5, 8)))
+    assert found.code == "model"
+    assert "reshaped to the requested shape" in found.reason
+
+
+@pytest.mark.parametrize("shape", [["n", "a", "b"], None])
+def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None) -> None:
+    """5 x 7 is no shape that anybody guesses, and of an unknown number of axes none is guessed."""
+    model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
+    found = check.run_check(order(model, data={}))
+    assert (found.code, found.metrics) == ("model", {})
+    assert judged(Limits(), found, None).refused.startswith("its check failed: it was not run")
+    assert "deploy it with --input-shape" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("output", "nodes", "said"),
+    [
+        (("n", 2, 3), identity(-1, 2, 6), "an array of shape (2, 3) to each example, not with scores of classes"),
+        ((2, "n", 3), identity(2, -1, 6), "answers one example with an array of shape (2, 1, 3)"),  # time first
+    ],
+)
+def test_answers_that_are_no_scores_are_refused_with_a_fix(
+    laid: Laid, output: tuple[object, ...], nodes: Any, said: str
+) -> None:
+    """A detector's boxes, and a sequence whose first axis is time."""
+    made = made_graphs.product(["n", 12], nodes=nodes, output=made_graphs.value("y", output))
+    found = check.run_check(order(laid("new", made.SerializeToString()), data={}))
+    assert found.code == "model"
+    assert said in found.reason
+    assert ": deploy a network" in found.reason or ": export it" in found.reason
 
 
 # -- limits ---------------------------------------------------------------------------------------
@@ -154,7 +232,7 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
     """trtexec is told the sizes of the first axis; an engine has its name once it is whole."""
     body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
     model = laid("new", network())
-    found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
+    found = check.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
     assert (found.code, found.note) == ("ok", "")
     built = Path(model).with_name("model.engine").read_text()
     assert f"--onnx={model}" in built
@@ -175,6 +253,6 @@ def test_a_failure_of_tensorrt_is_told_and_harmless(
 ) -> None:
     """A model without an engine of TensorRT is served by ONNX Runtime."""
     model = laid("new", network())
-    found = check.carry_out(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
+    found = check.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
     assert (found.code, found.note) == ("ok", note)
     assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]

@@ -20,7 +20,7 @@ from waiting import until
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.releases import start
 from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.releases.models import CHECK, Models
+from fedquilt.edge_agent.releases.models import Models
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
 from fedquilt.edge_agent.task import confine
 from fedquilt.edge_agent.task.worker import ChildWorker
@@ -35,7 +35,7 @@ class Place:
         models = ModelSettings(folder=str(folder / "srv"))
         values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
         self.settings = AgentSettings(device="d", home=str(home), **values)
-        self.worker = ChildWorker(0.0, start.command(home / CHECK), private=home / CHECK)
+        self.worker = ChildWorker(0.0, start.check_command(home / confine.CHECK), private=home / confine.CHECK)
         self.models = Models(self.settings, Board(), self.worker)
         self.blob = folder / "blob"
 
@@ -64,7 +64,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def pids(place: Place) -> list[int]:
     """The children of this process that check for this place."""
-    mark = str(Path(place.settings.home) / CHECK).encode()
+    mark = str(Path(place.settings.home) / confine.CHECK).encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

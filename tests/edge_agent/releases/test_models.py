@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from linear_models import network
 from model_places import Place, short
+from msgspec.structs import replace
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import Models
@@ -129,6 +130,17 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
     verdict = place.models.checked()
     assert verdict is not None
     assert verdict.metrics == {"accuracy": 0.9, "energy_j": pytest.approx(1.0), "peak_bytes": 123.0}
+
+
+def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> None:
+    """A check that was killed is made again with it."""
+    wanted, blob = place.release(1)
+    wanted = replace(wanted, input_shape=(3, 48, 192))
+    place.models.stage(wanted, blob)
+    place.models.begin_check(wanted)
+    place.checks.events = [Outcome(killed=True)]
+    assert place.models.checked() is None
+    assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)] * 2
 
 
 def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> None:
@@ -263,6 +275,54 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     place.models.back()
     place.served(served=1100, accuracy=0.3, labelled=200)
     assert place.models.ill() == ""
+
+
+def watched(place: Place) -> None:
+    """Exchange a model that 60 % of the labels agree with for one that may have 10 points less."""
+    place.put(1)
+    place.served(served=900, accuracy=0.6, labelled=900)
+    wanted, blob = place.release(2)
+    wanted = msgspec.structs.replace(wanted, limits=Limits(min_gain=-0.1))
+    place.models.stage(wanted, blob)
+    place.models.swap(wanted)
+
+
+def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place: Place) -> None:
+    """Until enough labels have arrived for a verdict, however few arrive within the time of the soak."""
+    watched(place)
+    for labelled, accuracy in ((0, None), (30, 0.4), (60, 0.4)):  # 60 labels leave 20 points to chance
+        place.now_s += 20.0
+        place.served(served=1000 + labelled, accuracy=accuracy, labelled=labelled)
+        assert (place.models.settled(), place.models.ill()) == (False, "")
+    place.served(served=1500, accuracy=0.4, labelled=400)
+    assert place.models.ill().startswith("40.0% of its answers in use are right, of 400 with labels")
+
+
+@pytest.mark.parametrize(("accuracy", "labelled"), [(0.9, 30), (0.55, 500)])
+def test_a_model_is_settled_once_labels_show_that_it_keeps_its_limit_or_more_of_them_would_not_help(
+    place: Place, accuracy: float, labelled: int
+) -> None:
+    watched(place)
+    place.served(served=1000, accuracy=accuracy, labelled=labelled)
+    assert (place.models.settled(), place.models.ill()) == (True, "")
+
+
+def test_labels_that_do_not_arrive_any_more_are_waited_for_a_minute_and_those_that_do_for_a_quarter_of_an_hour(
+    place: Place,
+) -> None:
+    watched(place)
+    place.served(served=1000, accuracy=0.5, labelled=30)
+    assert not place.models.settled()
+    place.now_s += 61.0
+    place.served(served=1010, accuracy=0.5, labelled=30)
+    assert place.models.settled()
+    for number in range(1, 15):
+        place.served(served=1010 + number, accuracy=0.5, labelled=30 + number)
+        assert not place.models.settled()
+        place.now_s += 59.0
+    place.now_s += 59.0
+    place.served(served=1100, accuracy=0.5, labelled=100)
+    assert place.models.settled()
 
 
 @pytest.mark.parametrize("limit", [None, -0.5])

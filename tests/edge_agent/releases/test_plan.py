@@ -99,7 +99,7 @@ class Board:
         state, actions = plan.advance(self.state, event, self.now_s)
         self.disk = state.noted or self.disk
         self.state = state
-        if (told := plan.told(state, self.running)) is not None:
+        if (told := plan.installed_message(state, self.running)) is not None:
             self.told.append(wire.decode(wire.encode(told), wire.Installed))
         for action in actions:
             match action:

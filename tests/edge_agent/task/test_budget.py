@@ -19,8 +19,8 @@ MB = 10**6
 
 def test_work_fits_when_engine_and_work_together_do() -> None:
     """30 + 70 = 100."""
-    assert budget.shortage("e", Work(peak_bytes=70 * MB), 100 * MB, None, {"e": 30 * MB}) is None
-    assert budget.shortage("e", Work(peak_bytes=71 * MB), 100 * MB, None, {"e": 30 * MB}) == (
+    assert budget.memory_shortage("e", Work(peak_bytes=70 * MB), 100 * MB, None, {"e": 30 * MB}) is None
+    assert budget.memory_shortage("e", Work(peak_bytes=71 * MB), 100 * MB, None, {"e": 30 * MB}) == (
         "budget",
         "needs 101 MB (30 MB for the e engine, 71 MB for the work), the budget here is 100 MB",
     )
@@ -28,11 +28,11 @@ def test_work_fits_when_engine_and_work_together_do() -> None:
 
 def test_a_board_short_of_memory_is_named_as_such() -> None:
     """The budget would do, the board would not."""
-    short = budget.shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
+    short = budget.memory_shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
     assert short is not None
     assert short[0] == "memory"
     assert "the board has 39 MB left" in short[1]
-    assert budget.shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 40 * MB, {"e": 30 * MB}) is None
+    assert budget.memory_shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 40 * MB, {"e": 30 * MB}) is None
 
 
 def test_the_peak_is_the_most_since_the_reset_and_not_since_the_start() -> None:
@@ -150,12 +150,12 @@ def test_each_task_that_ran_out_steps_down_and_no_further_than_the_bound() -> No
 def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
     """Predicted 40 beside 50; at 1.2 times and one step of 1.25 it is 50, with one byte less it does not fit."""
     work, learnt = Work(peak_bytes=40 * MB), Caution(1.2)
-    assert budget.shortage("e", work, 90 * MB, None, {"e": 50 * MB}) is None
-    short = budget.shortage("e", work, 90 * MB, None, {"e": 50 * MB}, learnt)
+    assert budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}) is None
+    short = budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}, learnt)
     assert short is not None
     assert "needs 100 MB" in short[1]
     assert "1.25 times what was predicted" in short[1]
-    assert budget.shortage("e", work, 100 * MB, None, {"e": 50 * MB}, learnt) is None
+    assert budget.memory_shortage("e", work, 100 * MB, None, {"e": 50 * MB}, learnt) is None
 
 
 # -- out of memory --------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
     elsewhere = place.folder / "outside"  # beside the private folders, and below the folder for temporary files
     done = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for name, command in {"as it is": confine.command(place.folder), "unconfined": COMMAND}.items():
+        for name, command in {"as it is": confine.task_command(place.folder), "unconfined": COMMAND}.items():
             elsewhere.write_text("as it was")
             order = replace(place.order("nosy:METHOD"), plugins=("nosy:METHOD",))
             told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.out}/own"}

@@ -27,7 +27,7 @@ def raised(by: Callable[[], object]) -> Exception:
 def test_an_error_in_a_method_from_outside_names_its_file_and_line() -> None:
     """Its author has nothing but this sentence."""
     broken = lambda: {}["mu"]  # noqa: E731
-    outcome, line = main.failed(raised(broken)), broken.__code__.co_firstlineno
+    outcome, line = main.failure_outcome(raised(broken)), broken.__code__.co_firstlineno
     assert (outcome.code, outcome.reason) == ("exception", f"KeyError: 'mu' ({Path(__file__).name}, line {line})")
 
 
@@ -37,7 +37,7 @@ def test_an_error_without_words_is_named_by_its_kind() -> None:
     def fail() -> None:
         raise ValueError
 
-    assert main.failed(raised(fail)).reason.startswith(f"ValueError ({Path(__file__).name}, line ")
+    assert main.failure_outcome(raised(fail)).reason.startswith(f"ValueError ({Path(__file__).name}, line ")
 
 
 def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> None:
@@ -48,4 +48,4 @@ def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> Non
         task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
     )
     with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
-        main.worked(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]
+        main.run_method(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]

@@ -81,8 +81,8 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
             )
             return made
 
-    plain = main.carry_out(place.order(), main.Bench(), own_process=True)
-    beside = main.carry_out(place.order(), Bench(), own_process=True)
+    plain = main.run_order(place.order(), main.Bench(), own_process=True)
+    beside = main.run_order(place.order(), Bench(), own_process=True)
     assert (plain.code, beside.code) == ("ok", "ok")
     assert plain.base_bytes is not None and plain.peak_bytes is not None  # noqa: PT018
     assert beside.base_bytes is not None and beside.peak_bytes is not None  # noqa: PT018
@@ -132,4 +132,4 @@ def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place:
             return made
 
     bench = Bench()
-    assert [main.carry_out(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]
+    assert [main.run_order(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]

@@ -52,7 +52,7 @@ def test_a_result_that_the_task_changes_after_it_was_stored_stays_as_it_was(loca
         held = [os.open(local.task / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE)]
     else:
         held = [os.open(result.parent / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE)]
-    local.commit(UPDATE, private=REF)
+    local.commit_update(UPDATE, private=REF)
     for file in held:
         os.pwrite(file, EVIL, 0)
         os.close(file)
@@ -90,8 +90,8 @@ def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
     (out / name).unlink()
     leave(out / name)
     with pytest.raises(StoreError):
-        local.commit(UPDATE, private=REF)
-    assert local.recover() == ({}, {})
+        local.commit_update(UPDATE, private=REF)
+    assert local.load_outbox() == ({}, {})
     assert not list((local.home / "blobs").glob("*.tmp"))
 
 
@@ -101,7 +101,7 @@ def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(answer, type=Event)
     (local.empty_output() / REF.sha256).write_bytes(HONEST)
-    local.commit(UPDATE, {"../../evil": EVIL})
+    local.commit_update(UPDATE, {"../../evil": EVIL})
     assert not list(local.home.parent.rglob("evil*"))
 
 
@@ -127,14 +127,14 @@ def test_links_that_a_task_leaves_are_removed_and_not_followed(local: Local, tmp
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("as it was")
-    out, cache = local.empty_output(), local.cache("a")
+    out, cache = local.empty_output(), local.cache_folder("a")
     (out / "link").symlink_to(outside)
     (out / "folder").mkdir()
     (out / "folder/link").symlink_to(outside)
     (out / "gone").symlink_to(tmp_path / "nowhere")
     (cache.parent / cache.name.replace("a@", "b@")).symlink_to(outside)
     assert list(local.empty_output().iterdir()) == []
-    assert not local.cache("b").is_symlink()
+    assert not local.cache_folder("b").is_symlink()
     assert [path.name for path in cache.parent.iterdir()] == [cache.name.replace("a@", "b@")]
     assert (outside / "kept").read_text() == "as it was"
 
@@ -201,7 +201,7 @@ def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
     for each in places:
         (home / each).parent.mkdir(parents=True, exist_ok=True)
     elsewhere = [str(home / each) for each in places] + ["/tmp/fedquilt-escaped", str(tmp_path / "x")]
-    worker = ChildWorker(60.0, confine.command(home / "task"), private=home / "task")
+    worker = ChildWorker(60.0, confine.task_command(home / "task"), private=home / "task")
     try:
         (home / "task/out").mkdir()
         order = replace(place.order("escapes:METHOD"), plugins=("escapes:METHOD",), out=str(home / "task/out"))

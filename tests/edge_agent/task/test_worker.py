@@ -37,7 +37,8 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
         outcome = carried_out(worker, order)
     assert (outcome.code, outcome.reason) == ("ok", "")
     assert outcome.weight == 8.0
-    assert outcome.metrics["check.examples"] == 2.0
+    assert outcome.evaluation is not None
+    assert outcome.evaluation.examples == 2
     assert "loss" in outcome.metrics
     model = tensors.read(Path(order.out) / outcome.bundles["model"].sha256)
     assert model.keys() == MODEL.keys()
@@ -49,7 +50,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
 
 def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Place) -> None:
     """As an agent starts it: what it gives up, no task needs."""
-    with child() as worker, child(confine.command(place.folder)) as confined:
+    with child() as worker, child(confine.task_command(place.folder)) as confined:
         free, held = carried_out(worker, place.order()), carried_out(confined, place.order())
     assert (held.code, held.reason) == ("ok", "")
     assert held.bundles == free.bundles
@@ -148,7 +149,7 @@ def test_what_goes_wrong_inside_is_an_outcome_with_a_code_and_a_sentence(
     order = place.order(method, **changes)
     methods.__path__.append(str(place.folder / "methods"))
     try:
-        outcome = program.carry_out(order, program.Bench())
+        outcome = program.run_order(order, program.Bench())
     finally:
         methods.__path__.remove(str(place.folder / "methods"))
         sys.modules.pop(f"fedquilt.methods.{method}", None)

@@ -25,7 +25,7 @@ def rewritten(path: Path, change: str, **headers: str) -> None:
 
 
 def read(path: Path) -> None:
-    with archive.opened(path) as bundle:
+    with archive.open_bundle(path) as bundle:
         bundle.check_wheels()
 
 

@@ -227,7 +227,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bu
             return 1_000_000
 
     with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version takes 34 MB: make room"):
-        build.build(order(board, bundle()), Full())
+        build.build_environment(order(board, bundle()), Full())
     assert board.kept == []
 
 
@@ -246,7 +246,7 @@ def test_what_is_unpacked_is_what_was_checked(board: Board, bundle: Callable[...
     """Also where the bundle changes in between: wheels are unpacked from a copy that nobody else can open."""
     file = bundle(f"SIGNED = 1  # {os.urandom(1 << 18).hex()}")  # more than a reader holds in its buffer
     wanted = order(board, file)
-    made = build.build(wanted, Meddled(file))
+    made = build.build_environment(wanted, Meddled(file))
     assert file.read_bytes().strip(b"\0") == b""
     assert "SIGNED = 1" in "".join(path.read_text() for path in made.rglob("fedquilt/cli.py"))
     assert board.kept == [wanted.sha256]
@@ -256,7 +256,7 @@ def test_a_bundle_that_is_not_the_one_asked_for_is_refused(board: Board, bundle:
     """By its hash, also where nobody signs bundles."""
     wanted, file = order(board, bundle("one")), bundle("another")
     with pytest.raises(ModelError, match=r"bundle-2\.tar is damaged: its sha256 is .*: send the release again"):
-        build.build(replace(wanted, bundle=str(file)))
+        build.build_environment(replace(wanted, bundle=str(file)))
     assert board.kept == []
 
 
@@ -268,7 +268,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
 
     monkeypatch.setattr(environment, "compiled", full)
     with pytest.raises(StoreError, match=r"No space left on device; free some space on the board"):
-        build.build(order(board, bundle()))
+        build.build_environment(order(board, bundle()))
     assert board.kept == []
 
 

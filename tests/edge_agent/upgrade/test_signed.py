@@ -122,7 +122,7 @@ def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "ours", "ours", time.time())
     (tmp_path / "odd.crt").write_text(of_another_version((tmp_path / "ours/ca.crt").read_text()))
     file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
-    with archive.opened(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
+    with archive.open_bundle(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
         build.trusted(opened, str(tmp_path / "odd.crt"), unsigned=False)
 
 

@@ -71,6 +71,6 @@ def test_leftovers_are_freed_there_too(tmp_path: Path, held: Held) -> None:
     """A sweep of the depot after a crash finds large blobs of no use."""
     depot = Depot(tmp_path)
     ref = depot.put(bytes(1000))
-    depot.keep(set())
+    depot.remove_all_but(set())
     assert not depot.has(ref)
     until(lambda: held.closed, "a close")

@@ -129,7 +129,7 @@ def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_whe
     depot.put(b"same")
     assert (tmp_path / ref.sha256).read_bytes() == b"same"
     other = depot.stow(b"other")
-    depot.keep({ref.sha256})
+    depot.remove_all_but({ref.sha256})
     assert depot.has(ref)
     assert not depot.has(other)
 
@@ -178,7 +178,7 @@ def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
         for index in range(4):
             lodger.write(ref.sha256, *(index * 1024, payload[index * 1024 : (index + 1) * 1024]))
         lodger.finish(ref)
-        assert lodger.file(ref.sha256) == str(tmp_path / "shared" / ref.sha256)
+        assert lodger.verified_path(ref.sha256) == str(tmp_path / "shared" / ref.sha256)
         assert not list((tmp_path / name).iterdir())
 
 
@@ -199,8 +199,10 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
     lodger.touch(small.sha256)
     names = {path.name for path in (tmp_path / "shared").iterdir()}
     assert names == {each.sha256 for each in (large, small, other)}
-    assert lodger.unused() == [(each.sha256, each.size) for each in (large, other, small)]
-    lodger.keep({small.sha256})
+    assert [(sha256, size) for _, sha256, size in lodger.unused()] == [
+        (each.sha256, each.size) for each in (large, other, small)
+    ]
+    lodger.remove_all_but({small.sha256})
     assert [lodger.has(each) for each in (large, other, small)] == [False, False, True]
     assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).unused() == []
 
@@ -208,7 +210,7 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
 def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path: Path) -> None:
     """Nothing but the pack is written; a copy that a backup asks for is a file."""
     alone, other = Depot(tmp_path), Depot(tmp_path)
-    alone.alone()
+    alone.open_as_owner()
     ref = alone.stow(b"update")
     alone.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["small.pack"]
@@ -223,7 +225,7 @@ def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_i
 
 def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> None:
     depot = Depot(tmp_path)
-    depot.alone()
+    depot.open_as_owner()
     ref = depot.stow(b"update")
     pack = bytearray((tmp_path / "small.pack").read_bytes())
     pack[-1] ^= 1
@@ -248,7 +250,7 @@ def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> 
             synced.append(str(path))
 
     depot = Depot(tmp_path / "blobs", disk=Counting())
-    depot.alone()
+    depot.open_as_owner()
     synced.clear()
     for number in range(100):
         depot.stow(b"%d" % number)

@@ -137,7 +137,7 @@ def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
     depot = Depot(tmp_path)
     kept, lost = depot.put(b"kept"), depot.put(b"lost")
     (tmp_path / "README").write_text("mine")
-    depot.keep({kept.sha256})
+    depot.remove_all_but({kept.sha256})
     assert depot.has(kept)
     assert not depot.has(lost)
     assert (tmp_path / "README").exists()
@@ -149,9 +149,9 @@ def test_parts_are_kept_for_a_day_and_no_longer(tmp_path: Path) -> None:
     depot.resume(cut())
     (tmp_path / "0123.tmp").write_bytes(b"left by a crash")
     written_s = (tmp_path / f"{REF.sha256}.part").stat().st_mtime
-    Depot(tmp_path, wall_clock=lambda: written_s + DAY_S - 60).keep(set())
+    Depot(tmp_path, wall_clock=lambda: written_s + DAY_S - 60).remove_all_but(set())
     assert names(tmp_path) == {f"{REF.sha256}.part", "0123.tmp"}
-    Depot(tmp_path, wall_clock=lambda: written_s + DAY_S + 60).keep(set())
+    Depot(tmp_path, wall_clock=lambda: written_s + DAY_S + 60).remove_all_but(set())
     assert names(tmp_path) == set()
 
 
@@ -160,20 +160,20 @@ def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_anoth
 ) -> None:
     """A large state that was half written would fill the disk for a day, life after life."""
     owner, other = Depot(tmp_path), Depot(tmp_path)
-    owner.alone()
+    owner.open_as_owner()
     for depot in (owner, other):
-        with depot._temporary() as path:
+        with depot._temporary_path() as path:
             Path(path).write_bytes(b"half")
             os.link(path, f"{path[:-8]}{path[-4:]}")  # as it stays where the process is killed
     assert sorted(name[-4:] for name in names(tmp_path)) == [".own", ".tmp"]
     again = Depot(tmp_path)
-    again.alone()
-    again.alone()
+    again.open_as_owner()
+    again.open_as_owner()
     assert [name[-4:] for name in names(tmp_path)] == [".tmp"]
-    with again._temporary() as path:
+    with again._temporary_path() as path:
         Path(path).write_bytes(b"being written")
-        again.alone()
-        again.keep(set())
+        again.open_as_owner()
+        again.remove_all_but(set())
         assert Path(path).exists()
 
 
@@ -181,18 +181,18 @@ def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_i
     """Neither by name nor with all that nobody names; what others store meanwhile is."""
     depot, seen = Depot(tmp_path), list[set[str]]()
     found, other = depot.put(b"found"), depot.put(b"other")
-    item, then = depot.pinning(
+    item, then = depot.pin_during(
         lambda: (depot.load(found.sha256), depot.put(b"stored")), lambda result, now_s: seen.append(names(tmp_path))
     )
     _, stored = item()
     for _ in range(2):
         depot.drop(found.sha256)
-        depot.keep(set())
+        depot.remove_all_but(set())
         assert names(tmp_path) == {found.sha256, stored.sha256}
     assert not depot.has(other)
     then(lambda: (b"", stored), 0.0)
     assert seen == [{found.sha256, stored.sha256}]
-    depot.keep(set())
+    depot.remove_all_but(set())
     assert names(tmp_path) == set()
 
 
@@ -201,7 +201,7 @@ def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
     depot = Depot(tmp_path)
     depot.resume(cut())
     depot.put(BLOB)
-    depot.keep({REF.sha256})
+    depot.remove_all_but({REF.sha256})
     assert names(tmp_path) == {REF.sha256}
 
 

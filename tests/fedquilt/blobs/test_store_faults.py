@@ -100,7 +100,7 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
         assert depot.put(payload) == ref
         assert ask(depot, ref) is not None
     assert caplog.text.count("is damaged: its bytes are not those it was stored with") == 3
-    Depot(tmp_path, lambda: time.time() + 2 * 86400).keep({ref.sha256})
+    Depot(tmp_path, lambda: time.time() + 2 * 86400).remove_all_but({ref.sha256})
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
@@ -136,7 +136,7 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
     assert len(hashed) == 4
 
 
-@pytest.mark.parametrize("opens", [Depot.load, Depot.file, Depot.path])
+@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.path])
 def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(
     tmp_path: Path, opens: Callable[[Depot, str], object]
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again
     assert opens(depot, ref.sha256) is not None
 
 
-@pytest.mark.parametrize("opens", [Depot.load, Depot.file, Depot.path])
+@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.path])
 def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[Depot, str], object]
 ) -> None:
@@ -162,11 +162,11 @@ def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwh
     depot = Depot(tmp_path)
     ref = depot.put(b"x" * 100)
     with monkeypatch.context() as patch:
-        for name in ("read", "pieces"):
+        for name in ("read", "read_pieces"):
             patch.setattr(Disk, name, raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(StoreError, match=f"cannot read blob {ref.sha256[:12]} in .*: Input/output error"):
             opens(depot, ref.sha256)
-        for name in ("read", "pieces"):
+        for name in ("read", "read_pieces"):
             patch.setattr(Disk, name, raising(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
         assert opens(depot, ref.sha256) is None
     assert opens(depot, ref.sha256) is not None

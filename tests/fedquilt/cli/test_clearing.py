@@ -217,7 +217,7 @@ class Dying:
         return real.execute(*words)
 
 store._db = store._rows._db = Dying()
-housekeeping.remove(store, [sys.argv[2]])
+housekeeping.remove_runs(store, [sys.argv[2]])
 print("whole")
 """
 

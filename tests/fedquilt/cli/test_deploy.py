@@ -9,17 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import made_graphs
 import pytest
 from msgspec.structs import replace
 
-from fedquilt import bundle, methods, onnx_fill, personal, tensors
+from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors
 from fedquilt.blobs import chunks
 from fedquilt.cli import main, phased
 from fedquilt.coordinator import preflight, settings
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.facts import Started
-from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan
+from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan, apply, release
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.engines import numpy_engine
 
@@ -166,6 +167,61 @@ def test_a_file_that_no_board_would_load_is_refused(
         assert store.rollouts.all() == []
 
 
+def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> None:
+    """Devices are sent one blob, which has the weights, and the versions that their runtime has to load."""
+    assert main(["deploy", "--model", str(made_graphs.two_files(tmp_path)), "--home", str(home)]) == 0
+    with Store(home) as store:
+        (kept,) = store.rollouts.all()
+        plan = kept.state.plan
+        assert plan.blob is not None
+        payload = store.depot.path(plan.blob.sha256)
+        assert payload is not None
+        assert graph_check.of_file(payload).weight_bytes == 72
+    assert (plan.versions, plan.input_shape) == ((17, 8), None)
+
+
+def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Path) -> None:
+    """One that the graph contradicts is refused at once, and so is none where the graph has no number of axes."""
+    for name, shape in (("images", [-1, 3, -1, -1]), ("any", None)):
+        made = made_graphs.product(shape, nodes=made_graphs.pooled, size=3)
+        (tmp_path / f"{name}.onnx").write_bytes(made.SerializeToString())
+    at = ["--home", str(home)]
+    assert main(["deploy", "--model", str(tmp_path / "images.onnx"), "--input-shape", "3,48,192", *at]) == 0
+    with Store(home) as store:
+        (kept,) = store.rollouts.all()
+        assert release(apply(apply(kept.state, Begun(1)), Offered(0, ("d",))), "d").input_shape == (3, 48, 192)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "said"),
+    [
+        ([-1, 3, -1, -1], ("--input-shape", "1,48,192"), "what input 'x' declares, examples of shape (3, any, any)"),
+        ([-1, 3, -1, -1], ("--input-shape", "3,48"), "--input-shape 3,48 is not what input 'x' declares"),
+        ([-1, 3, -1, -1], ("--input-shape", "3,0,48"), "0 is less than 1"),
+        (None, (), "input 'x' declares no number of axes: add --input-shape, such as 3,224,224"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_before_the_release(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: Any, words: tuple[str, ...], said: str
+) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(made_graphs.product(shape, nodes=made_graphs.pooled, size=3).SerializeToString())
+    assert said in refused(capsys, "deploy", "--model", str(path), *words, "--home", str(home))
+    with Store(home) as store:
+        assert not store.rollouts.all()
+
+
+def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several inputs, and an output that is no scores."""
+    many = made_graphs.product(inputs=[made_graphs.value("state")])
+    boxes = made_graphs.product(output=made_graphs.value("y", ("n", 4, 3)))
+    for made, said in ((many, "m.onnx: the graph has 2 inputs ('x', 'state')"), (boxes, "shape (any, 4, 3)")):
+        (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+        assert said in refused(capsys, "deploy", "--model", str(tmp_path / "m.onnx"), "--home", str(home))
+
+
 def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A deploy takes a run or a file, of which one is needed and has to be there, and one wish at most."""
     ran(home, status="stopped")
@@ -173,7 +229,7 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
     assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", *at)
     assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", "digits", "--model", "x", *at)
     assert "is stopped, so that it has no result yet" in refused(capsys, "deploy", "digits", *at)
-    assert "cannot read none.onnx" in refused(capsys, "deploy", "--model", "none.onnx", *at)
+    assert "none.onnx: it cannot be read: No such file" in refused(capsys, "deploy", "--model", "none.onnx", *at)
     assert "--rollback and --abort: one of them" in refused(capsys, "deploy", "--rollback", "--abort", *at)
     assert "no rollout of kind 'model' in" in refused(capsys, "deploy", "--abort", *at)
     assert "no runs in" in refused(capsys, "deploy", "--abort", "--home", str(home / "nowhere"))

@@ -306,7 +306,7 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
         odd, fine = (
             store.add(settings.parse({"name": name, "method": "fedavg"}), tmp_path) for name in ("odd", "fine")
         )
-        with store._writing():
+        with store._write_transaction():
             store._rows.append([(odd, 0.0, null % ("a" * 64))])
         for fact in (Started(BLOB), Asked(0, 0, ("dev-1",)), Ended("failed", "nobody came")):
             store.append(fine, fact)

@@ -59,7 +59,7 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
         found.append(limits)
         link.close()
 
-    monkeypatch.setattr(terminal, "coordinate", coordinate)
+    monkeypatch.setattr(terminal, "run_coordinator", coordinate)
     words = ["resume", run, "--home", str(tmp_path), "--broker", embedded_broker.url]
     (tmp_path / "limits.toml").write_text("waiting_mb = 0\n")
     assert main(words) == 2
@@ -135,6 +135,6 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
 
     monkeypatch.setattr(terminal.time, "sleep", turn)
     with Store(tmp_path) as store, pytest.raises(UnservedError, match="no coordinator serves"):
-        terminal.tell(store, run, follow=True)
+        terminal.print_log(store, run, follow=True)
     assert 18 + terminal.AWAY_S <= clock[0] <= 20 + terminal.AWAY_S
     assert capsys.readouterr().err.count("another one is waited for 20 s") == 2

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tracemalloc
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from fedquilt import compression, tensors
 from fedquilt.compression import lossy
 from fedquilt.core import CODECS, Answer, Encoding, ModelError, Tensors, UpdateError
+from fedquilt.tensor_register import Kind, register_of_kinds
 
 FP16, INT8 = Encoding(codec="fp16"), Encoding(codec="int8")
 LOSSY = [FP16, INT8, Encoding(codec="topk", keep=0.1)]
@@ -197,7 +199,8 @@ def test_bytes_are_those_of_the_table(shape: tuple[int, ...]) -> None:
 
 @every
 def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> None:
-    """Counters, bits, a scalar, float64 sums, float16, an empty array, and statistics: a variance stays above 0."""
+    """Counters, bits, a scalar, float64 sums, float16, an empty array, and buffers: a variance stays above 0."""
+    wire = msgspec.structs.replace(wire, unchanged=("bn.running_mean", "spread"))
     given = frozen(
         {
             "bn.num_batches_tracked": np.array(7, np.int64),
@@ -207,7 +210,7 @@ def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> 
             "theta": np.array([0.1, 0.9], np.float16),
             "nobody": np.zeros((0, 4), np.float32),
             "bn.running_mean": np.array([0.1, 1e-9], np.float32),
-            "bn.running_var": np.array([1e6, 1e-9], np.float32),
+            "spread": np.array([1e6, 1e-9], np.float32),
         }
     )
     base = {name: np.ones_like(array) for name, array in given.items()}
@@ -215,6 +218,32 @@ def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> 
     assert tensors.encode(sent) == tensors.encode(given)
     assert tensors.encode(compression.decode(wire, sent, base)) == tensors.encode(given)
     assert left == {}
+
+
+@every
+def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire: Encoding) -> None:
+    """A parameter called running_mean is rounded, and a buffer called weight is not; an mlp has no buffers."""
+    kinds: dict[str, Kind] = {"a.running_mean": "parameter", "a.weight": "buffer", "b.count": "counter"}
+    meta = {"network": {"name": "own"}, "register": register_of_kinds(kinds, kinds)}
+    found = compression.sparing(wire, meta)
+    assert found == msgspec.structs.replace(wire, unchanged=("a.weight", "b.count"))
+    given = {name: np.array([0.1, 0.7, -3], np.float32) for name in kinds}
+    sent, _ = compression.encode(found, given, {name: 0 * array for name, array in given.items()}, {})
+    assert {"a.weight", "b.count"} < sent.keys()
+    assert "a.running_mean" not in sent
+    mlp = {"network": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}}
+    assert compression.sparing(wire, mlp) == compression.sparing(wire, {}) == wire
+    with pytest.raises(ModelError, match="no register of the tensors of 'own'"):
+        compression.sparing(wire, {"network": {"name": "own"}})
+
+
+@every
+def test_a_buffer_that_was_rounded_all_the_same_is_refused(wire: Encoding) -> None:
+    """The device's claim that it may be rounded does not count."""
+    base = {"v": np.zeros(4, np.float32)}
+    sent, _ = compression.encode(wire, {"v": np.ones(4, np.float32)}, base, {})
+    with pytest.raises(UpdateError, match=r"tensor 'v' was sent by .*, and is a buffer, which travels unchanged"):
+        compression.decode(msgspec.structs.replace(wire, unchanged=("v",)), sent, base)
 
 
 @pytest.mark.parametrize("base", [{}, row(0, 0), {"w": np.zeros(3)}, {"v": np.zeros(3, np.float32)}])

@@ -62,7 +62,7 @@ def test_a_tone_is_loudest_in_its_own_band() -> None:
 def test_samples_of_any_width_and_channels_are_the_same_sound(width: int, tmp_path: Path) -> None:
     """To the precision of their bits."""
     path = recorded(tmp_path / "a.wav", tone(440), width=width, channels=2)
-    np.testing.assert_allclose(audio.sound(path, SPEC), tone(440), atol=2.0 ** (2 - 8 * width))
+    np.testing.assert_allclose(audio.read_samples(path, SPEC), tone(440), atol=2.0 ** (2 - 8 * width))
 
 
 def test_recordings_are_read_by_folder_or_by_table(tmp_path: Path) -> None:

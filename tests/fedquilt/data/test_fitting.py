@@ -163,16 +163,16 @@ def scaled(path: Path, factor: float) -> tuple[Reader, DataSpec]:
 def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardises(tmp_path: Path) -> None:
     """Above a factor of 100; a feature that never varies has no scale."""
     large, small = scaled(tmp_path / "large.npz", 500.0), scaled(tmp_path / "small.npz", 50.0)
-    (said,) = fitting.warnings({"network": MLP}, *large)
+    (said,) = fitting.data_warnings({"network": MLP}, *large)
     assert "features differ in scale by a factor of 374 (number 1 by 410, number 0 by 1.1)" in said
     assert said.endswith(": set [input] standardise = true, and prepare anew")
-    assert fitting.warnings({"network": MLP}, *small) == []
-    assert fitting.warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
+    assert fitting.data_warnings({"network": MLP}, *small) == []
+    assert fitting.data_warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
 
 
 def test_a_class_0_that_never_occurs_is_warned_of(tmp_path: Path) -> None:
     """Four classes for labels 1 to 3 fit, and are probably a mistake."""
     np.savez(tmp_path / "one.npz", x=np.zeros((12, 3)), y=1 + np.arange(12) % 3)
     spec, meta = DataSpec(path=str(tmp_path / "one.npz")), {"network": {**MLP, "inputs": 3, "classes": 4}}
-    (said,) = fitting.warnings(meta, fitting.require_fit(meta, spec), spec)
+    (said,) = fitting.data_warnings(meta, fitting.require_fit(meta, spec), spec)
     assert said.endswith("no example has class 0; the labels are counted from 1: subtract 1 from each label")

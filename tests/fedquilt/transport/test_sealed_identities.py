@@ -140,4 +140,4 @@ def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certi
 @pytest.mark.parametrize("uri", ["fedquilt:site:", "fedquilt:site:x:cam-*", "fedquilt:site:0:a", "fedquilt:site:3:*a"])
 def test_a_right_that_cannot_be_read_is_none(uri: str) -> None:
     with pytest.raises(WireError, match="cannot be read"):
-        handshake.parse_right(uri)
+        handshake.right_from_uri(uri)

@@ -48,8 +48,8 @@ def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
 
     model, shape = registry.load(network), registry.input_shape(network)
     assert drawn.flops(network) == registry.cost(model, shape).flops
-    assert drawn.register(network) == tensor_register.trace(model, shape)
-    assert msgspec.json.encode(masks.dense(drawn.layers(network))) == msgspec.json.encode(trace.plan(model))
+    assert drawn.register(network) == tensor_register.trace_register(model, shape)
+    assert msgspec.json.encode(masks.dense(drawn.layers(network))) == msgspec.json.encode(trace.trace_plan(model))
     assert drawn.trained(network) == footprint.weigh(model, torch.zeros(2, *shape))[0]
 
 

@@ -30,7 +30,7 @@ def held(module: Any) -> dict[str, np.ndarray]:
 
 
 def spots_of(module: Any, shape: tuple[int, ...]) -> Any:
-    return lora.spots(tensor_register.trace(module, tuple(shape)))
+    return lora.find_adapted_layers(tensor_register.trace_register(module, tuple(shape)))
 
 
 def filled(module: Any, values: dict[str, np.ndarray]) -> Any:
@@ -69,7 +69,7 @@ def adapted(name: str, *, own: bool = False, trained: bool = False) -> tuple[Any
     if trained:
         draws = tensors.rng("c")
         values.update({k: draws.normal(size=v.shape).astype(np.float32) for k, v in values.items() if k not in model})
-    copy = filled(lora_torch.insert(copy, spots, 2, 8.0, own=own), values)
+    copy = filled(lora_torch.insert_adapters(copy, spots, 2, 8.0, own=own), values)
     return plain, copy, values, torch.tensor(tensors.rng("x").normal(size=shape).astype(np.float32))
 
 
@@ -100,7 +100,7 @@ def test_a_shut_gate_leaves_the_shared_branch_alone(name: str) -> None:
     make, shape = NETWORKS[name]
     spots = spots_of(make(), shape[1:])
     alone = {key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN, lora.GATE)}
-    shared = filled(lora_torch.insert(make(), spots, 2, 8.0), alone)
+    shared = filled(lora_torch.insert_adapters(make(), spots, 2, 8.0), alone)
     for logit, same in ((-100.0, True), (0.0, False)):
         gates = {f"{spot.block}.gate": np.array(logit, np.float32) for spot in spots}
         found = filled(copy, {**values, **gates})(x)
@@ -111,7 +111,7 @@ def test_both_branches_add_up_as_eq_4_on_outputs() -> None:
     """x = [1, 2], W = 0, A_g = A_p = [[1], [1]], B_g = [[1]], B_p = [[10]], s = 2: 2*3 + 0.5*2*30 = 36."""
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)
-    network = lora_torch.insert(nn.Sequential(layer), [lora.Spot("0", ("0",))], 1, 2.0, own=True)
+    network = lora_torch.insert_adapters(nn.Sequential(layer), [lora.Spot("0", ("0",))], 1, 2.0, own=True)
     one = {"0.lora_a": [[1.0], [1.0]], "0.lora_b": [[1.0]], "0.own_a": [[1.0], [1.0]], "0.own_b": [[10.0]]}
     values = {"0.weight": [[0.0, 0.0]], "0.gate": 0.0, **one}
     filled(network, {name: np.array(value, np.float32) for name, value in values.items()})
@@ -152,7 +152,7 @@ def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
 def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer: str) -> None:
     """Absent, or of another kind."""
     with pytest.raises(ModelError, match=f"'{layer}' is no linear layer"):
-        lora_torch.insert(registry.load(VIT), [lora.Spot("blocks.0", (layer,))], 2, 1.0)
+        lora_torch.insert_adapters(registry.load(VIT), [lora.Spot("blocks.0", (layer,))], 2, 1.0)
 
 
 def test_sizes_of_the_shared_part_are_the_papers() -> None:
@@ -184,7 +184,7 @@ def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evalu
     x, layers = torch.randn(3, 5, 8), ("layers.0.self_attn.out_proj", "layers.0.linear1")
     with torch.no_grad():
         before = network(x)
-        lora_torch.insert(network, [lora.Spot("layers.0", layers)], 2, 1.0)
+        lora_torch.insert_adapters(network, [lora.Spot("layers.0", layers)], 2, 1.0)
         torch.testing.assert_close(network(x), before)
         for name, value in network.named_parameters():
             if "lora" in name:
@@ -207,7 +207,7 @@ def test_attention_of_another_kind_is_refused() -> None:
     """With keys of another width than queries there is no single input projection."""
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4, batch_first=True)})
     with pytest.raises(ModelError, match="attention: only self-attention"):
-        lora_torch.insert(network, [], 2, 1.0)
+        lora_torch.insert_adapters(network, [], 2, 1.0)
 
 
 @pytest.mark.parametrize("odd", [{"patch": 3}, {"heads": 3}])

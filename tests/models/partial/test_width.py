@@ -155,7 +155,9 @@ def body_of(table: dict[str, Any], count: int) -> depth.Body:
     from fedquilt.models.networks import registry, tensor_register
 
     channels = 3 if "cifar" in table["name"] else 1
-    return depth.body(tensors_of(table), count, tensor_register.trace(registry.build(table), (channels, 8, 8)))
+    return depth.split_stages(
+        tensors_of(table), count, tensor_register.trace_register(registry.build(table), (channels, 8, 8))
+    )
 
 
 def test_stages_hold_every_tensor_but_the_classifiers_once() -> None:
@@ -196,7 +198,7 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
     body = body_of(table, 2)
     part = registry.build(table).eval()
     start = {key: model[key] for key in body.stages[0].names}
-    part = stages.first(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
+    part = stages.first_stages(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     x = torch.rand(3, 1, 8, 8)
@@ -210,7 +212,7 @@ def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
     for kind, shape in (("Linear", (3, 4)), ("Conv2d", (3, 4, 1, 1))):
         row = Entry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
         with pytest.raises(ModelError, match="by depth"):
-            depth.body({"0.weight": np.zeros(shape)}, 2, Register((row,)))
+            depth.split_stages({"0.weight": np.zeros(shape)}, 2, Register((row,)))
 
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
@@ -232,7 +234,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     whole(x)
     start = {key: model[key] for key in body.stages[0].names}
     part = registry.build(table).eval()
-    part = stages.first(part, start, (behind,), lambda told, scores: told[0], whole=False)
+    part = stages.first_stages(part, start, (behind,), lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     wanted = heard[0].mean(dim=(2, 3)) if heard[0].ndim > 2 else heard[0]
@@ -253,9 +255,9 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
 
     model = {key: value.numpy() for key, value in Odd().state_dict().items()}
     rows = [Entry(name, "parameter", name[0], name[0], "Linear", normalises=False, trained=True) for name in model]
-    body = depth.body(model, 2, Register(tuple(rows), ("", "a", "b", "z")))
+    body = depth.split_stages(model, 2, Register(tuple(rows), ("", "a", "b", "z")))
     start = {name: model[name] for name in body.stages[0].names}
-    part = stages.first(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
+    part = stages.first_stages(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
     with pytest.raises(ModelError, match="do not tell their order"):
         part(torch.rand(2, 4))
 
@@ -275,11 +277,11 @@ def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_sile
     table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 4}
     table |= {"size": 8} if name == "cnn" else {}
     whole = registry.build(table).eval()
-    plan = trace.plan(whole)
+    plan = trace.trace_plan(whole)
     model = {key: value.numpy().copy() for key, value in whole.state_dict().items()}
     at = width.places(plan, model, width.leading(plan, 0.5))
     part = width.cut(model, at)
-    narrow = width.shrunk(registry.build(table), part, scaled=False).eval()
+    narrow = width.shrink_module(registry.build(table), part, scaled=False).eval()
     narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
     silenced = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
     for key, value in silenced.items():
@@ -306,12 +308,12 @@ def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> N
 
     table = {"name": "mlp", "inputs": 4, "hidden": [6], "classes": 3}
     whole = registry.build(table)
-    plan = trace.plan(whole)
+    plan = trace.trace_plan(whole)
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
     part = width.cut(model, width.places(plan, model, width.leading(plan, 0.5)))
     outcomes = []
     for scaled in (True, False):
-        narrow = width.shrunk(registry.build(table), part, scaled=scaled).eval()
+        narrow = width.shrink_module(registry.build(table), part, scaled=scaled).eval()
         narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
         outcomes.append(narrow(torch.ones(1, 4)) - torch.tensor(part["3.bias"]))
     assert torch.allclose(outcomes[0], 2 * outcomes[1])
@@ -328,9 +330,9 @@ def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
 
     whole = network()
-    plan, model = trace.plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
+    plan, model = trace.trace_plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
     part = width.cut(model, width.places(plan, model, width.leading(plan, 0.5)))
-    narrow = width.shrunk(network(), part, scaled=False)
+    narrow = width.shrink_module(network(), part, scaled=False)
     assert narrow[1].num_features == 3
     assert narrow(torch.ones(2, 4)).shape == (2, 3)
 
@@ -341,4 +343,4 @@ def test_tensors_of_another_network_are_told_by_name() -> None:
     from fedquilt.models.networks import registry
 
     with pytest.raises(ModelError, match=r"no tensor '1\.weight'"):
-        width.shrunk(registry.build({"name": "mlp", "inputs": 4, "classes": 3}), {}, scaled=False)
+        width.shrink_module(registry.build({"name": "mlp", "inputs": 4, "classes": 3}), {}, scaled=False)

@@ -220,7 +220,7 @@ class Branching(nn.Module):
             (1, 4, 4),
             "before .* no place where a single stack",
         ),
-        (Branching(), (1, 4, 4), r"\(Branching\) cannot be traced"),
+        (Branching(), (1, 4, 4), r"donor 'own' cannot be traced: .*\(Branching, test_blocks.py"),
         (nn.Sequential(nn.Conv2d(1, 2, 3)), (1, 4, 4), "no classifier: it yields"),
         (
             registry.build({"name": "plain", "channels": 1, "classes": 2}),

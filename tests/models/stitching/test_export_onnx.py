@@ -24,7 +24,7 @@ from onnx import helper, numpy_helper  # noqa: E402
 
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
 from fedquilt.models.stitching import joint_head, onnx_memory  # noqa: E402
-from fedquilt.models.stitching.export_onnx import stitched  # noqa: E402
+from fedquilt.models.stitching.export_onnx import export_stitched  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
 BUNDLE = bundle.load(DEMO / "bundle")
@@ -107,7 +107,7 @@ def test_the_file_gives_what_the_agents_compute(
     """To 1e-4 of the largest score, for 1 image and for 7, alone in its folder; a label without classes scores -inf."""
     meta, arrays = artefact(taps, align, head)
     file = tmp_path / "net.onnx"
-    file.write_bytes(stitched(meta, arrays, STOCK.blocks, FILES))
+    file.write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
     onnx.checker.check_model(str(file), full_check=True)
     session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     assert [(i.name, i.shape[1:]) for i in session.get_inputs()] == [("x", [1, 28, 28])]
@@ -144,7 +144,7 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
     files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     assert [len(stage) for stage in stock.blocks["wide.2"].stages] == [1, 4, 1]
     meta, arrays = artefact([["plain.0", "wide.1", "wide.2"]], [[0], [1], [2]], False, stock)
-    (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, stock.blocks, files))
+    (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, stock.blocks, files))
     onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).normal(size=(5, 1, 28, 28)).astype(np.float32)
@@ -170,7 +170,7 @@ def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
     meta, arrays = artefact(taps, [[i] for i in range(4)], True, stock)
     for part in PARTS:
         arrays[f"head.{part}"] = arrays[f"head.{part}"][:4]
-    (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, stock.blocks, files))
+    (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, stock.blocks, files))
     onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).normal(size=(5, 24, 3)).astype(np.float32)
@@ -180,7 +180,7 @@ def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
 
 def test_what_is_projected_is_the_smaller_map() -> None:
     """As the agents do it: before it grows, after it has shrunk."""
-    model = onnx.load_from_string(stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
+    model = onnx.load_from_string(export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     order = [node.name.split("/") for node in model.graph.node if node.name.startswith("junction")]
     resize = ["resized_rows", "resized"]
     assert [step for junction, step in order if junction == "junction1"] == [*resize, "projected"]
@@ -190,7 +190,7 @@ def test_what_is_projected_is_the_smaller_map() -> None:
 def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path: Path) -> None:
     """Five paths: one stem node of its donor, and weights of plain.2, which stands in two paths, counted once."""
     meta, arrays = artefact(JOINED, None, True)
-    model = onnx.load_from_string(stitched(meta, arrays, STOCK.blocks, FILES))
+    model = onnx.load_from_string(export_stitched(meta, arrays, STOCK.blocks, FILES))
     separable = onnx.load(FILES["separable.0.onnx"]).graph.node
     assert sum(node.name.startswith("block0/") for node in model.graph.node) == len(separable)
     assert sum(node.input[0] == "x" for node in model.graph.node) == 2  # the two donors' stems
@@ -225,7 +225,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
         blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)  # type: ignore[arg-type]
     stock = stitch.Stock(STOCK.input, STOCK.labels, {}, blocks)
     made = artefact([["many.0", "many.1"], ["few.0", "many.1"]][::order], None, True, stock)
-    (tmp_path / "net.onnx").write_bytes(stitched(*made, blocks, files))
+    (tmp_path / "net.onnx").write_bytes(export_stitched(*made, blocks, files))
     model = onnx.load(tmp_path / "net.onnx")
     assert sum("folded" in tensor.name for tensor in model.graph.initializer) == 2
     assert not any("projected" in node.name for node in model.graph.node)
@@ -237,7 +237,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
 
 def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_that(tmp_path: Path) -> None:
     """By the runtime's own record of a run; values alive together in that order are no more than the file says."""
-    model = onnx.load_from_string(stitched(*artefact(JOINED, None, True), STOCK.blocks, FILES))
+    model = onnx.load_from_string(export_stitched(*artefact(JOINED, None, True), STOCK.blocks, FILES))
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
@@ -274,7 +274,7 @@ def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
     bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
     head = joint_head.handed_out({"weights": arrays["head.weights"], "bias": bias})
     arrays |= {f"head.{part}": head[part] for part in PARTS}
-    (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, STOCK.blocks, FILES))
+    (tmp_path / "net.onnx").write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     x = images.prepare(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
     scores = session.run(None, {"x": x})[0]
@@ -286,7 +286,7 @@ def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
 
 def test_what_running_it_takes_is_in_the_file() -> None:
     """Labels, input, path and memory as metadata; opset and IR version that old runtimes read."""
-    model = onnx.load_from_string(stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
+    model = onnx.load_from_string(export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     facts = {prop.key: prop.value for prop in model.metadata_props}
     assert facts["labels"] == '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
     assert facts["input"] == '{"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}'
@@ -299,7 +299,7 @@ def test_what_running_it_takes_is_in_the_file() -> None:
 
 def test_the_same_network_is_the_same_file() -> None:
     """Equal bytes, so that its sha256 names it."""
-    assert stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES) == stitched(
+    assert export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES) == export_stitched(
         *artefact([ACROSS], None, True), STOCK.blocks, FILES
     )
 
@@ -312,7 +312,7 @@ def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
         (tmp_path / "bundle" / path.name).write_bytes(path.read_bytes())
         (tmp_path / "depot" / path.name).hardlink_to(tmp_path / "bundle" / path.name)
     linked = {name: tmp_path / "depot" / path.name for name, path in FILES.items()}
-    assert stitched(*artefact([ACROSS], None, True), STOCK.blocks, linked) == stitched(
+    assert export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, linked) == export_stitched(
         *artefact([ACROSS], None, True), STOCK.blocks, FILES
     )
 
@@ -320,26 +320,26 @@ def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
 def test_a_network_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     """No labels, another bundle, a damaged block, weights cut short or outside, a graph from elsewhere."""
     with pytest.raises(ModelError, match="neither a head nor an alignment"):
-        stitched(*artefact([["plain.0"]], None, False), STOCK.blocks, FILES)
+        export_stitched(*artefact([["plain.0"]], None, False), STOCK.blocks, FILES)
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
-        stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {})
+        export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {})
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
-        stitched(*artefact([["plain.0"]], None, True), {}, FILES)
+        export_stitched(*artefact([["plain.0"]], None, True), {}, FILES)
     (tmp_path / "noise").write_bytes(b"noise")
     with pytest.raises(ModelError, match=r"block 'plain\.0' cannot be read from .*noise"):
-        stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "noise"})
+        export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "noise"})
     large = onnx.load(FILES["residual.3.onnx"], load_external_data=False)
     (tmp_path / "graph").write_bytes(FILES["residual.3.onnx"].read_bytes())
     location = large.graph.initializer[0].external_data[0].value
     (tmp_path / location).write_bytes(b"short")
     with pytest.raises(ModelError, match=rf"'residual\.3' .* takes 73728 bytes, and {location[:12]} has 5 from there"):
-        stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
+        export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     large.graph.initializer[0].external_data[0].value = "../secret"
     onnx.save(large, tmp_path / "graph")
     with pytest.raises(ModelError, match=r"is in '\.\./secret': weights may only be in a file .* named by its sha256"):
-        stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
+        export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     other = onnx.load(FILES["plain.0.onnx"])
     other.opset_import[0].version = 13
     onnx.save(other, tmp_path / "older")
     with pytest.raises(ModelError, match="was not made by `fedquilt prepare`"):
-        stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "older"})
+        export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "older"})

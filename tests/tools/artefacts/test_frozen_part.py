@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import evaluations
 import numpy as np
 import pytest
 
 from fedquilt import tensors
-from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError
+from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, JobError, ModelError
 
 torch = pytest.importorskip("torch", reason="networks to be scheduled are torch's")
 
@@ -34,8 +35,8 @@ class Oracle:
         self.orders.append(rng.integers(2**40))
         return start, {}
 
-    def evaluate(self, network: Any, model: Any, examples: Any) -> dict[str, float]:
-        return {"accuracy": self.accuracies[len(self.moved) - 1]}
+    def evaluate(self, network: Any, model: Any, examples: Any) -> EvaluationSums:
+        return evaluations.of_classes(self.accuracies[len(self.moved) - 1])
 
 
 def searched(engine: Any, **changes: Any) -> list[frozen_part.Tried]:

@@ -20,7 +20,7 @@ from fedquilt import tensors  # noqa: E402
 from fedquilt.coordinator import settings  # noqa: E402
 from fedquilt.core import DataError, ModelError  # noqa: E402
 from fedquilt.data import examples  # noqa: E402
-from fedquilt.data.measured_settings import complete  # noqa: E402
+from fedquilt.data.measured_settings import complete_data_table  # noqa: E402
 from fedquilt.data.spec import DataSpec  # noqa: E402
 from fedquilt.edge_agent.engines import exported, training  # noqa: E402
 from fedquilt.edge_agent.releases import check  # noqa: E402
@@ -161,11 +161,11 @@ CASES = {
 
 def exported_model(case: Case, folder: Path) -> tuple[Path, Mapping[str, Any]]:
     """Export the prepared network with its first weights; returns the file and the [data] table."""
-    job = {**case.job, "data": complete(case.job["data"])}
+    job = {**case.job, "data": complete_data_table(case.job["data"])}
     made = prepare.prepare(job, folder / "bundle")
     weights = tensors.decode((folder / "bundle" / "blobs" / made.files["model"].sha256).read_bytes())
     file = folder / "model.onnx"
-    file.write_bytes(onnx_file.written(made.meta["network"], weights, made.meta["reading"]))
+    file.write_bytes(onnx_file.write_network(made.meta["network"], weights, made.meta["reading"]))
     return file, job["data"]
 
 
@@ -174,22 +174,22 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     case = CASES[name](tmp_path / "data")
     model, data = exported_model(case, tmp_path)
     network = Classifier(model)
-    about = exported.read(network._engine.facts(model))
+    about = exported.read_metadata(network._engine.facts(model))
     trained_on = training.features(examples.load_all(DataSpec.parse(data)).x, about.network or {})
     assert np.isfinite(trained_on).all()
     assert np.ptp(trained_on) > 0
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
     order = CheckOrder(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
-    checked = check._held_out(order, about, examples.load)
+    checked = check._load_held_out(order, about, examples.load)
     assert checked is not None
     np.testing.assert_array_equal(about.prepared(checked.x), trained_on)
 
     if case.table:
-        np.testing.assert_array_equal(network.prepared(network.rows(case.table).x), trained_on)
+        np.testing.assert_array_equal(network.prepared(network.read_rows(case.table).x), trained_on)
     else:
         for source in (case.files, [file.read_bytes() for file in case.files]):
-            read = np.concatenate([network.prepared(network.example(each)[None]) for each in source])
+            read = np.concatenate([network.prepared(network.read_example(each)[None]) for each in source])
             np.testing.assert_array_equal(read, trained_on)
 
     best = network.scores(trained_on).max(axis=1).tolist()
@@ -197,16 +197,16 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     assert [row.score for row in by_command] == best
     service = Service(Models(model))
     if case.table:
-        served = service.asked(case.table.read_bytes())["answers"]
+        served = service.classify_bytes(case.table.read_bytes())["answers"]
     else:
-        served = [service.asked(file.read_bytes()) for file in case.files]
+        served = [service.classify_bytes(file.read_bytes()) for file in case.files]
     assert [answer["score"] for answer in served] == pytest.approx(best, rel=1e-6)
 
 
 def test_the_levels_of_a_12_bit_camera_fill_the_range(tmp_path: Path) -> None:
     """4095 is white, although the PNG file could hold 65535."""
     case = images(saved("I;16", ".png"), 1)(tmp_path)
-    data = complete(case.job["data"])
+    data = complete_data_table(case.job["data"])
     assert data["depth"] == 12
     x = examples.load_all(DataSpec.parse({**data, "size": 0})).x
     assert (x.dtype, x.max()) == (np.uint16, 65535)
@@ -243,7 +243,9 @@ def test_images_that_would_lose_information_are_rejected_when_prepared(
     file = tmp_path / "data" / "train" / "a" / "00.tif"
     save(file)
     with pytest.raises(DataError, match=reason) as raised:
-        prepare.whole(settings.parse({"name": "j", "method": "fedavg", "rounds": 1, **case.job}), tmp_path / "b")
+        prepare.prepare_and_check(
+            settings.parse({"name": "j", "method": "fedavg", "rounds": 1, **case.job}), tmp_path / "b"
+        )
     assert str(file) in str(raised.value)
 
 
@@ -260,11 +262,11 @@ def test_a_file_that_is_no_image_is_named_when_the_job_is_read(tmp_path: Path) -
     file = tmp_path / "train" / "a" / "0.png"
     file.write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read the image") as raised:
-        complete({"path": str(tmp_path)})
+        complete_data_table({"path": str(tmp_path)})
     assert str(file) in str(raised.value)
 
 
 def test_a_model_whose_reading_settings_are_forged_is_rejected(tmp_path: Path) -> None:
     for given, reason in (({"path": "/etc/passwd"}, "unknown key 'path'"), ({"size": "many"}, "'reading'")):
         with pytest.raises(ModelError, match=reason):
-            exported.read({"reading": json.dumps(given)})
+            exported.read_metadata({"reading": json.dumps(given)})

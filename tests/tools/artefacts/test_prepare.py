@@ -23,7 +23,7 @@ from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.models.stitching import blocks, stitched
-from fedquilt.tools.artefacts.prepare import prepare, whole
+from fedquilt.tools.artefacts.prepare import prepare, prepare_and_check
 from fedquilt.tools.experiments import compare
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -332,19 +332,21 @@ def _torch(x: np.ndarray) -> Any:
 def test_an_engine_that_cannot_train_the_network_is_refused_before_any_board_is_asked(tmp_path: Path) -> None:
     job = settings.Job(name="j", method="fedavg", engine="numpy", model=SERIES)
     with pytest.raises(JobError, match=r"trains 'mlp' networks, and .* 'conv1d': leave the line out"):
-        whole(job, tmp_path / "j.bundle")
-    whole(settings.Job(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
+        prepare_and_check(job, tmp_path / "j.bundle")
+    prepare_and_check(settings.Job(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
 
 
 @pytest.mark.parametrize(("method", "kept"), [("ft_part", "all but the last layers"), ("fedavg", "")])
 def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, method: str, kept: str) -> None:
     job, said = settings.Job(name="j", method=method, model=SERIES), []
-    made = whole(job, tmp_path / "j.bundle", said.append)
+    made = prepare_and_check(job, tmp_path / "j.bundle", said.append)
     told = [line for line in said if "these are random" in line]
     assert [kept in line for line in told] == [True] * bool(kept)
 
     given = tmp_path / "given.safetensors"
     given.write_bytes(tensors.encode(made.load("model")))
     said.clear()
-    whole(msgspec.structs.replace(job, model={**SERIES, "weights": str(given)}), tmp_path / "g.bundle", said.append)
+    prepare_and_check(
+        msgspec.structs.replace(job, model={**SERIES, "weights": str(given)}), tmp_path / "g.bundle", said.append
+    )
     assert not [line for line in said if "these are random" in line]

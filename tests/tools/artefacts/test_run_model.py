@@ -14,6 +14,8 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import classifiers
+import made_graphs
+import onnx
 
 from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model
 
@@ -54,6 +56,19 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
     assert accuracy(rows) == 0.5
 
 
+def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
+    """The same answers, and the folder of the model stays as it is."""
+    from fedquilt.tools.runner.models import Models
+
+    (tmp_path / "two").mkdir()
+    two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))
+    x = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:, None, None], (4, 8, 8)))
+    assert run_model(two, x) == run_model(model, x)
+    found = Models(two).now.network.scores(np.zeros((1, 1, 4, 4), np.float32))
+    assert found.tolist() == [[0.5, -0.5]]
+    assert sorted(path.name for path in two.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
+
+
 def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Path) -> None:
     """200 images in four levels, two dark and two bright, with and without labels."""
     x = np.broadcast_to(np.tile(LEVELS, 50)[:, None, None], (200, 8, 8))
@@ -62,6 +77,23 @@ def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Pat
     assert [row.image for row in rows] == [str(i) for i in range(200)]
     assert accuracy(rows) is None
     assert accuracy(run_model(model, npz(tmp_path / "b.npz", x_test=x, y_test=np.tile([0, 1, 1, 1], 50)))) == 0.75
+
+
+@pytest.mark.parametrize(("night", "said"), [(-np.inf, None), (np.inf, "not finite"), (np.nan, "not finite")])
+def test_a_label_may_score_minus_infinity_and_nothing_else_that_is_not_finite(
+    model: Path, tmp_path: Path, night: float, said: str | None
+) -> None:
+    """Such a label never wins: nobody had examples of it."""
+    made = onnx.load(model)
+    (bias,) = [tensor for tensor in made.graph.initializer if tensor.name == "b"]
+    bias.raw_data = np.array([night, -0.5], np.float32).tobytes()
+    onnx.save(made, model)
+    source = npz(tmp_path / "x.npz", x=np.full((2, 4, 4), 10, np.uint8))
+    if said is None:
+        assert [row.label for row in run_model(model, source)] == ["day", "day"]
+    else:
+        with pytest.raises(ModelError, match=said):
+            run_model(model, source)
 
 
 def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
@@ -104,7 +136,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
     with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt export` wrote"):
         run_model(classifiers.written(tmp_path / "other.onnx", facts={}), good)
-    with pytest.raises(ModelError, match="there is no graph"):
+    with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="does not exist: name a folder or a file of"):
         run_model(model, tmp_path / "absent")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.tools.audit import Row, fingerprints, measure, picture, psnr, rows, uploaded
+from fedquilt.tools.audit import Row, audit_methods, extract_gradient, fingerprints, picture, psnr, rows
 
 TABLE = {"channels": 1, "size": 12}
 NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}
@@ -50,7 +50,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     from fedquilt.models.networks import registry
 
     start = attack.weights(NETWORK, 0)
-    found = uploaded(Row("x", "fedavg", {}), NETWORK, start, one(), engine())
+    found = extract_gradient(Row("x", "fedavg", {}), NETWORK, start, one(), engine())
     model = registry.build(NETWORK)
     with torch.no_grad():
         for name, value in model.state_dict().items():
@@ -66,12 +66,12 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
 def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint(attack) -> None:  # type: ignore[no-untyped-def]
     """The first round's fingerprint is no tensor of the network."""
     start = attack.weights(NETWORK, 0)
-    whole = uploaded(Row("x", "genefl", {}), NETWORK, start, one(), engine())
+    whole = extract_gradient(Row("x", "genefl", {}), NETWORK, start, one(), engine())
     assert {name.partition(".")[0] for name in whole} == {"0", "2", "4"}
-    single = uploaded(Row("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
+    single = extract_gradient(Row("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
     assert len({name.partition(".")[0] for name in single}) == 1
     assert attack.label_of(single, "7") is None
-    part = uploaded(Row("x", "parfed", {"layers": 1}), NETWORK, start, one(), engine())
+    part = extract_gradient(Row("x", "parfed", {"layers": 1}), NETWORK, start, one(), engine())
     assert start.keys() - part.keys() == {"4.weight"}
 
 
@@ -79,7 +79,7 @@ def test_a_method_that_uploads_no_layers_cannot_be_audited(attack) -> None:  # t
     """Says so instead of telling a figure."""
     start = attack.weights(NETWORK, 0)
     with pytest.raises(JobError, match="uploads no tensors"):
-        uploaded(Row("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
+        extract_gradient(Row("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
 
 
 def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(attack) -> None:  # type: ignore[no-untyped-def]
@@ -90,7 +90,7 @@ def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(a
     start, truth = attack.weights(NETWORK, 0), images.prepare(one().x, TABLE)[0]
     found = {}
     for name, row in (("all", Row("x", "fedavg", {})), ("one", Row("x", "genefl", {"first_layers": 1}))):
-        gradient = uploaded(row, NETWORK, start, one(), engine())
+        gradient = extract_gradient(row, NETWORK, start, one(), engine())
         guess = attack.reconstruct(NETWORK, start, gradient, 1, truth.shape, tensors.rng("t"), 100)
         assert guess.shape == truth.shape
         assert 0 <= guess.min() <= guess.max() <= 1
@@ -135,7 +135,7 @@ def test_what_are_no_square_pictures_is_said(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     np.savez(tmp_path / "data.npz", x_train=np.zeros((3, 8, 6), np.uint8), y_train=np.zeros(3, int))
     with pytest.raises(DataError, match="square images are wanted, --size"):
-        measure(tmp_path / "data.npz")
+        audit_methods(tmp_path / "data.npz")
 
 
 def test_psnr_by_hand() -> None:

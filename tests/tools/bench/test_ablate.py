@@ -127,7 +127,10 @@ def test_every_variant_is_a_whole_search_with_an_account(part: str, setting: Cal
 ACCOUNT = ("accuracy", "rounds", "down_bytes", "up_bytes", "scored", "path")
 
 
-@pytest.mark.parametrize("part", ["input", "output", "no-native", "no-join", "no-search", "paper"])
+@pytest.mark.parametrize(
+    "part",
+    ["input", "output", "no-native", "no-join", "no-search", pytest.param("paper", marks=pytest.mark.nightly)],
+)
 def test_a_variant_is_another_search(part: str, setting: Callable[..., Setting]) -> None:
     """What it changes shows in its account."""
     given = setting(screen=1)

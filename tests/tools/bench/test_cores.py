@@ -13,6 +13,7 @@ from fedquilt.tools.bench import cores, sim
 from fedquilt.tools.report.figures import figure_lines
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
 def test_both_numbers_of_cores_come_to_the_same_model_and_the_ratio_is_of_this_run() -> None:
     """Ours and the bare loop, each held to its cores."""

@@ -86,10 +86,10 @@ def test_a_case_is_the_task_that_its_method_orders_and_what_carries_it_out(tmp_p
     """Eight examples of an epoch in two batches: counts are of all of them, and the work is the engine's own."""
     pytest.importorskip("torch")
     network = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 10}
-    case = costs._training(fedavg.METHOD, fedavg.Params(batch=4, lr=0.1), network, 8, "numpy", tmp_path)
+    case = costs._second_round_case(fedavg.METHOD, fedavg.Params(batch=4, lr=0.1), network, 8, "numpy", tmp_path)
     assert case.work.workload == "numpy-dense"
     assert case.work.tasks == 1
     assert case.work.flops == 8 * 2 * (2 * 6 * 5 + 3 * 5 * 10)  # no gradient of what comes in
-    twice = costs._training(fedavg.METHOD, fedavg.Params(batch=4, lr=0.1), network, 16, "numpy", tmp_path)
+    twice = costs._second_round_case(fedavg.METHOD, fedavg.Params(batch=4, lr=0.1), network, 16, "numpy", tmp_path)
     assert twice.work.launches > case.work.launches
     assert case.run().weight == 8

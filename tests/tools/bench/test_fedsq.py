@@ -25,7 +25,7 @@ def test_a_ratio_is_the_median_of_the_turns(monkeypatch: pytest.MonkeyPatch) -> 
     """Turns of 2/1, 3/1 and 9/1 give 3, which misses both limits."""
     told = {"fedavg float32": [1, 1, 1], "fedsq float32": [2, 3, 9], "fedavg off": [2, 1, 1], "fedsq off": [2, 1, 7]}
     monkeypatch.setattr(fedsq, "CASES", {"told": ({}, ())})
-    monkeypatch.setattr(fedsq, "_case", lambda *args: told)
+    monkeypatch.setattr(fedsq, "_time_rounds", lambda *args: told)
     figures = fedsq.measure()["figures"]
     assert (figures["cached_told"]["value"], figures["cached_told"]["reached"]) == (3.0, False)
     assert (figures["uncached_told"]["value"], figures["uncached_told"]["reached"]) == (1.0, True)

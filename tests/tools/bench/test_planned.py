@@ -51,7 +51,7 @@ def test_what_an_accuracy_costs_ends_with_the_round_that_reaches_it(monkeypatch:
 def test_a_run_is_a_federation_with_real_training_and_is_above_the_limit(tmp_path: Path) -> None:
     """Four rounds: as deadlines are told from the second one on, it and the next are planned, and do the same work."""
     wanted = job(rounds=4)
-    prepare.whole(wanted, tmp_path / "bundle")
+    prepare.prepare_and_check(wanted, tmp_path / "bundle")
     run = planned.play(wanted, tmp_path / "bundle", tmp_path / "home")
     assert len(run.rounds) == 4
     assert run.rounds[-1].accuracy > run.rounds[0].accuracy

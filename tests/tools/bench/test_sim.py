@@ -33,6 +33,7 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
     """They end as good as each other, far above chance; the figures are of this run."""
     pytest.importorskip("torch")
@@ -60,9 +61,9 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
 def test_images_that_do_not_do_are_refused(images: Path) -> None:
     """Too few of them, and nothing at all."""
     with pytest.raises(DataError, match="600 images of 28x28 are needed, not 300"):
-        sim.lay_out(replace(TINY, clients=15), images, images / "out")
+        sim.write_workload(replace(TINY, clients=15), images, images / "out")
     with pytest.raises(DataError):
-        sim.lay_out(TINY, images / "nowhere", images / "out")
+        sim.write_workload(TINY, images / "nowhere", images / "out")
 
 
 def test_one_workload_can_be_run_by_itself() -> None:

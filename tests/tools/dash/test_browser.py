@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fedquilt.coordinator.boards import Refusal
 from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.housekeeping import remove
+from fedquilt.coordinator.housekeeping import remove_runs
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import devices
 
@@ -210,7 +210,7 @@ def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path
     with Dashboard(home) as dash:
         tab = opened(browser, dash, f"/runs/{run}")
         with Store(home) as store:
-            remove(store, [run])
+            remove_runs(store, [run])
         tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('there is no run')")
         dash.process.kill()
         tab.until("document.querySelector('#link').className === 'dead'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -21,7 +22,6 @@ from fedquilt import cli
 from fedquilt.coordinator.boards import Board
 from fedquilt.coordinator.boards_store import BoardStore
 from fedquilt.coordinator.store import Store
-from fedquilt.tools.dash.watch import WATCHERS
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
 
@@ -326,33 +326,31 @@ def test_a_token_never_goes_to_the_journal(tmp_path: Path) -> None:
     assert token not in said
 
 
-def test_more_tabs_than_are_told_of_changes_are_sent_away(dash: Dashboard) -> None:
-    """And who was there before is told still; when they go, there is room again."""
-    links = []
-    try:
-        for _ in range(WATCHERS + 20):
-            link = http.client.HTTPConnection("127.0.0.1", dash.port, timeout=dashes.LIMIT_S)
+def test_streams_of_changes_are_limited_for_each_address_and_in_all(tmp_path: Path) -> None:
+    """An address gets its four places of eight. Once two addresses have all places, a third one takes one of theirs."""
+    home = tmp_path / "runs"
+    Store(home).close()
+    (home / "limits.toml").write_text("[http]\nconnections = 8\nper_address = 4\n")
+    with Dashboard(home) as dash, contextlib.ExitStack() as stack:
+
+        def stream(address: str) -> http.client.HTTPResponse:
+            link = http.client.HTTPConnection(
+                "127.0.0.1", dash.port, timeout=dashes.LIMIT_S, source_address=(address, 0)
+            )
+            stack.callback(link.close)
             link.request("GET", "/api/events")
-            links.append((link, link.getresponse()))
-        statuses = [told.status for _, told in links]
-        assert statuses == [200] * WATCHERS + [503] * 20
-        assert links[0][1].readline().startswith(b'data: {"boards":')
-        assert dash.values("/api/fleet")["counts"]["all"] == 40
-    finally:
-        for link, told in links:
-            told.close()
-            link.close()
-    dash.until("/api/fleet", lambda _: has_room(dash))
+            told = link.getresponse()
+            stack.callback(told.close)
+            return told
 
-
-def has_room(dash: Dashboard) -> bool:
-    """Whether one more is told of changes."""
-    link = http.client.HTTPConnection("127.0.0.1", dash.port, timeout=dashes.LIMIT_S)
-    link.request("GET", "/api/events")
-    told = link.getresponse()
-    told.close()
-    link.close()
-    return told.status == 200
+        greedy = [stream("127.0.0.2") for _ in range(5)]
+        assert [told.status for told in greedy] == [200] * 4 + [503]
+        other = [stream("127.0.0.3") for _ in range(4)]
+        assert [told.status for told in other] == [200] * 4
+        third = stream("127.0.0.4")
+        assert (third.status, third.readline()[:16]) == (200, b'data: {"boards":')
+        assert greedy[0].readline().startswith(b'data: {"boards":')
+        assert b"" in [greedy[0].readline() for _ in range(4)]  # the oldest of the addresses that have most ends
 
 
 def test_markup_of_a_board_stays_text(tmp_path: Path) -> None:

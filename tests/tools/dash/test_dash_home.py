@@ -16,7 +16,7 @@ import pytest
 from dashes import Dashboard
 
 from fedquilt.coordinator.facts import Committed
-from fedquilt.coordinator.housekeeping import remove
+from fedquilt.coordinator.housekeeping import remove_runs
 from fedquilt.coordinator.store import Store
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
@@ -32,7 +32,7 @@ def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
     with Dashboard(home) as dash:
         assert dash.values(f"/api/runs/{run}")["status"] == "stopped"
         with Store(home) as store:
-            remove(store, [run])
+            remove_runs(store, [run])
         dash.until("/api/runs", lambda told: [each["name"] for each in told["runs"]] == ["digits"])
         for path in (f"/api/runs/{run}", f"/api/runs/{run}/why", f"/api/log?run={run}"):
             assert dash.problem(path) == (404, f"there is no run {run!r} in {home} any more, or never was")

@@ -21,7 +21,7 @@ def followed(home: Path, **options: int) -> Follower:
     with Reader(home) as store:
         found = Follower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
         for dated in store.facts(found.row.id):
-            found.add(*dated)
+            found.add_fact(*dated)
     return found
 
 
@@ -48,7 +48,7 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
 
 def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
     """Four of eight are asked, one of them has answered; two are offline."""
-    now = followed(home).running()
+    now = followed(home).running_round()
     assert (now["round"], now["asked"], now["answered"], now["selected"]) == (2, DEVICES[2:5], 1, 4)
     assert {each["code"]: each["count"] for each in now["counts"]} == {
         "drawn": 4,
@@ -89,7 +89,7 @@ def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Pa
     dashes.add_run(tmp_path, [start, type(survey)(0, (), {"offline": tuple(DEVICES)})])
     found = followed(tmp_path)
     assert (found.first, found.last) == (0, 0)
-    assert "0 online" in found.running()["waits"]
+    assert "0 online" in found.running_round()["waits"]
     assert {part.code for part in found.parts[0].values()} == {"offline"}
 
 
@@ -99,7 +99,9 @@ def test_a_round_whose_boards_have_gone_offline_names_them_until_the_coordinator
     gone = type(survey)(0, (), {"offline": tuple(DEVICES)})
     dashes.add_run(tmp_path, [start, survey, asked, gone])
     found = followed(tmp_path)
-    assert found.running()["asked"]
-    assert found.running()["waits"].startswith("board-00001, board-00002, board-00003, board-00004, offline, until ")
+    assert found.running_round()["asked"]
+    assert found.running_round()["waits"].startswith(
+        "board-00001, board-00002, board-00003, board-00004, offline, until "
+    )
     online = {device: Board(device, online=True) for device in DEVICES}
-    assert found.running(None, online)["waits"] is None
+    assert found.running_round(None, online)["waits"] is None

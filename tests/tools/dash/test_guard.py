@@ -13,7 +13,7 @@ from fedquilt.tools.dash.guard import Door
 )
 def test_addresses_and_localhost_are_ours(host: str) -> None:
     """No name server can lead them elsewhere."""
-    assert guard.refusal({"host": host}) is None
+    assert guard.refusal_reason({"host": host}) is None
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ def test_addresses_and_localhost_are_ours(host: str) -> None:
 )
 def test_other_names_are_not(host: str) -> None:
     """A page at such a name could be led to this machine by its name server."""
-    assert "is not called" in (guard.refusal({"host": host}) or "")
+    assert "is not called" in (guard.refusal_reason({"host": host}) or "")
 
 
 def test_a_name_that_was_allowed_is_ours() -> None:
     """Names that were not allowed stay refused."""
-    assert guard.refusal({"host": "dash.site:443"}, ["dash.site"]) is None
-    assert guard.refusal({"host": "x.dash.site"}, ["dash.site"]) is not None
+    assert guard.refusal_reason({"host": "dash.site:443"}, ["dash.site"]) is None
+    assert guard.refusal_reason({"host": "x.dash.site"}, ["dash.site"]) is not None
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_a_name_that_was_allowed_is_ours() -> None:
 def test_pages_of_other_sites_may_link_here_and_change_nothing(more: dict[str, str]) -> None:
     """A browser sends these headers when somebody follows a link, and when a page of another site posts."""
     headers = {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080", **more}
-    assert guard.refusal(headers) is None
-    assert "somebody else" in (guard.refusal(headers, acts=True) or "")
+    assert guard.refusal_reason(headers) is None
+    assert "somebody else" in (guard.refusal_reason(headers, acts=True) or "")
 
 
 def test_who_wants_something_done_says_from_which_page() -> None:
     """Every browser names the page; a request that does not is from no browser, and is refused."""
     headers = {"host": "127.0.0.1:8080"}
-    assert guard.refusal(headers, acts=True) is not None
-    assert guard.refusal({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
+    assert guard.refusal_reason(headers, acts=True) is not None
+    assert guard.refusal_reason({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
 
 
 def test_a_door_opens_for_its_token_and_its_cookie() -> None:

@@ -119,7 +119,7 @@ def follower(home: Path, facts: list[Any]) -> Follower:
     with Store(home) as store:
         found = Follower(store.job(run))
         for dated in store.facts(run):
-            found.add(*dated)
+            found.add_fact(*dated)
     return found
 
 

@@ -48,6 +48,7 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
     ):
         assert wanted in shown, wanted
     unwrapped = " ".join(shown.split())
+    assert "The boards' network is the best here, by " in unwrapped
     [name] = re.findall(r"Their network, as donor\.block: (.+?)(?: \(blocks of \w+ only\))? \+ new head:", unwrapped)
     assert f", {name}, " in unwrapped  # what export says of the file
     assert f"report, with plots (--open shows it): {out / 'report.html'}" in lines[-1]
@@ -71,7 +72,7 @@ def test_no_silence_of_the_demo_is_longer_than_five_seconds(capsys: pytest.Captu
 def test_the_page_begins_with_accuracy_by_network_and_by_board(told: tuple[Path, str, str]) -> None:
     """Its first two pictures; every network and board in them; the job as TOML; no script."""
     page = (told[0] / "report.html").read_text(encoding="utf-8")
-    assert "FedAvg from scratch" in (told[0] / "accuracy.svg").read_text(encoding="utf-8")  # the README's picture
+    assert "FedAvg from scratch" in (told[0] / "accuracy.svg").read_text(encoding="utf-8")
     labels = re.findall(r'<svg[^>]*aria-label="([^"]+)"', page)
     assert labels[0].startswith("Accuracy by network")
     assert labels[1].startswith("Accuracy by board")
@@ -98,6 +99,7 @@ def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str])
     assert accuracy[1] in ran.stdout
 
 
+@pytest.mark.nightly
 def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_beat(tmp_path: Path) -> None:
     """As JSON, and on a terminal with -v, where every round is told with its reasons."""
     ran = subprocess.run(

@@ -77,6 +77,12 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     (score,) = found.scores
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
+    assert evaluate.lines(score, confusion=True)[0].startswith("after 1 rounds: accuracy 75.00 % of 4 examples, ")
+    rows = [line.split() for line in evaluate.lines(score, confusion=True)[2:]]
+    assert sum(int(count) for row in rows for count in row[1:]) == 4
+    assert int(rows[0][1]) + int(rows[1][2]) == 3
+    (row,) = evaluate.told(found, confusion=True)["scores"]
+    assert (row["metrics"]["accuracy"], row["confusion"]) == (0.75, [[int(each) for each in row[1:]] for row in rows])
     assert evaluate.evaluate(store, run, say=said.append) == found
     assert len(said) == 1
 

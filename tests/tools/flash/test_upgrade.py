@@ -45,7 +45,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     said = capsys.readouterr().out
     assert "signed by the authority in fedquilt-ca" in said
     assert "fedquilt upgrade agents.tar --home HOME brings it to the fleet" in said
-    with archive.opened(place / "agents.tar") as made:
+    with archive.open_bundle(place / "agents.tar") as made:
         manifest = made.manifest
         made.check_wheels()
         build.fits(manifest)
@@ -59,7 +59,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     assert manifest.present["msgspec"] == "99.0"
     assert "cryptography" in manifest.present
     assert flash() == 0
-    with archive.opened(place / "agents.tar") as made:
+    with archive.open_bundle(place / "agents.tar") as made:
         assert made.manifest.number > manifest.number > 0, "boards tell by it which one was signed later"
     with tarfile.open(place / "agents.tar") as packed:
         assert {name.split("/")[0] for name in packed.getnames()} == {"upgrade.json", "upgrade.sig", "wheels"}
@@ -69,7 +69,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
 def test_a_whole_bundle_needs_nothing_of_the_board(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert flash("--whole") == 0
     assert "not signed: no authority in fedquilt-ca" in capsys.readouterr().out
-    with archive.opened(place / "agents.tar") as made:
+    with archive.open_bundle(place / "agents.tar") as made:
         assert made.manifest.present == {}
         assert any(name.startswith("msgspec-") for name in made.manifest.wheels)
         assert made.signature is None

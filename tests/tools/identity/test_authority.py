@@ -193,7 +193,7 @@ def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: Authority) ->
         authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
     authority.revoke("plant", NOW_S)
     authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
-    assert authority.sites(NOW_S) == [("gate", SiteRight(("door-7",), 1))]
+    assert authority.valid_sites(NOW_S) == [("gate", SiteRight(("door-7",), 1))]
 
 
 def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: Authority) -> None:

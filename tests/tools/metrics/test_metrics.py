@@ -112,7 +112,7 @@ def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path:
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     boards = [(Board("a", online=True), None), (Board("b"), None)]
     counts = Exposed(lambda: boards)
-    with open_metrics.served("127.0.0.1:0", counts.families) as place:
+    with open_metrics.serve_metrics("127.0.0.1:0", counts.families) as place:
         tool.write(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
         path = tmp_path / "prometheus.yml"  # by default it looks once a minute, which a test need not wait for
         path.write_text(f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n{path.read_text()}")

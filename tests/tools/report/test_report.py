@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from evaluations import of_classes, total
 
 from fedquilt import bundle, tensors
 from fedquilt.cli import main
@@ -64,7 +65,6 @@ class Page(HTMLParser):
 
 
 def update(device: str, round: int, accuracy: float | None = None, **usage: Any) -> Update:
-    metrics = {} if accuracy is None else {"check.accuracy": accuracy, "check.examples": 10.0}
     usage = {"wall_s": 2.0, "down_bytes": 3_000_000, "up_bytes": 1_000_000, **usage}
     return Update(
         job="j",
@@ -73,7 +73,8 @@ def update(device: str, round: int, accuracy: float | None = None, **usage: Any)
         device=device,
         weight=1.0,
         bundles={},
-        metrics=metrics,
+        metrics={},
+        evaluation=None if accuracy is None else of_classes(accuracy, 8),
         usage=Usage(**usage),
     )
 
@@ -86,11 +87,11 @@ FACTS: list[AnyFact] = [
     Answered(0, update("a", 0, 0.25, **METERED), 3.0),
     Declined(0, "b", "memory", "too big for 64 MB"),
     Closed(0),
-    Committed(0, BLOB, False, {"check.accuracy": 0.25, "check.examples": 10.0}, ("one <b>bold</b> note",), 4.0),
+    Committed(0, BLOB, False, {}, ("one <b>bold</b> note",), 4.0, evaluation=total(of_classes(0.25, 8))),
     Asked(1, 0, ("a",)),
     Answered(1, update("a", 1, 0.875), 3.0),
     Closed(1),
-    Committed(1, BLOB, False, {"check.accuracy": 0.875, "check.examples": 10.0}, (), 4.0),
+    Committed(1, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.875, 8))),
     Ended("done"),
 ]
 
@@ -173,7 +174,7 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
         "by the coordinator's clock",
         "by this machine's clock",
         "rounds count from 0",
-        "final evaluation: accuracy 87.5 % on 10 held-out examples, 1 of 1 devices",
+        "final evaluation: accuracy 87.5 % on 8 held-out examples, balanced accuracy 87.5 %",
         "6 MB down and 2 MB up",
         "declined (memory): too big for 64 MB",
         "hotter than",

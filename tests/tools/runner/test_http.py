@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import io
 import json
 import socket
@@ -22,11 +24,13 @@ pytest.importorskip("onnxruntime")
 
 import classifiers
 from runners import Running, npy, npz, png
+from waiting import until
 
+from fedquilt.http_server import RefusedError
 from fedquilt.tools import runner
-from fedquilt.tools.runner.http import BODIES_MOST
+from fedquilt.tools.runner.http import BODIES_MOST, BODIES_SHARE
 from fedquilt.tools.runner.models import Models
-from fedquilt.tools.runner.service import Service
+from fedquilt.tools.runner.service import BODY_MOST, Service
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -75,7 +79,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) 
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
     assert status == 413
-    assert running.server._bytes == 0
+    assert not running.server._bytes
 
 
 @pytest.mark.parametrize(
@@ -115,10 +119,43 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
     body = npy(classifiers.image(250))
     assert running.client.ask("POST", "/v1/else", body)[0] == 404
     assert running.client.post(body)[0] == 200
-    with running.server.room(BODIES_MOST - len(body) + 1):
+    with running.server.body_memory("127.0.0.1") as reserve:
+        reserve(BODIES_SHARE - len(body) + 1)
         status, told = running.client.post(body)
     assert (status, told["error"]) == (503, "too many requests wait: try again")
     assert running.client.post(body)[0] == 200
+
+
+def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(BODIES_MOST // BODIES_SHARE):
+            stack.enter_context(running.server.body_memory(f"10.0.0.{number}"))(BODIES_SHARE)
+        reserve = stack.enter_context(running.server.body_memory("10.0.0.250"))
+        with pytest.raises(RefusedError, match="too many requests wait"):
+            reserve(1)
+
+
+@pytest.mark.parametrize("arrived", [0, BODY_MOST - 1], ids=["nothing", "all but one byte"])
+def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_out(
+    running: Running, arrived: int
+) -> None:
+    """Four connections of one address announce 16 MiB each, as much as all bodies together may have."""
+    header = f"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {BODY_MOST}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for number in (1, 2, 3, 4):
+            line = stack.enter_context(socket.create_connection(running.server.address, timeout=20))
+            line.sendall(header)
+            line.sendall(bytes(arrived))
+            if arrived and number > 2:  # the share of an address is two such bodies
+                assert line.recv(12) == b"HTTP/1.1 503"
+            else:
+                until(lambda least=number: running.server.busy >= least, "the request")
+                until(lambda least=number * arrived: running.server._bytes.total() >= least, "the bytes")
+        other = http.client.HTTPConnection(*running.server.address, timeout=20, source_address=("127.0.0.2", 0))
+        other.request("POST", "/v1/classify", npy(classifiers.image(250)))
+        assert other.getresponse().status == 200
+        other.close()
+    until(lambda: not running.server._bytes, "the memory of the bodies is free again")
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
@@ -139,7 +176,7 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
 
     network.scores = slowly  # type: ignore[method-assign]
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set()))
-    with runner._listening(service, ("127.0.0.1", 0), anywhere=False) as url:
+    with runner._serve_http(service, ("127.0.0.1", 0), anywhere=False) as url:
         thread = threading.Thread(target=ask, args=(url,))
         thread.start()
         begun.wait()

@@ -16,7 +16,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Answered
 from fedquilt.core import Answer, Contribution, Examples, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import folder, job, learners, play, to_train
+from fedquilt.testing.toys import folder, job, learners, play, toy_bundle
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import adversaries, agents, carriers, run
@@ -56,7 +56,7 @@ def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[s
     drawn: set[str] = set()
     play(
         "fedavg",
-        to_train({"name": "x", "classes": 3}, START, kinds={"seen": "counter"}),
+        toy_bundle({"name": "x", "classes": 3}, START, kinds={"seen": "counter"}),
         learners(5),
         engine=NumpyEngine(1 << 40, base_bytes=0),
         method=one_further(seen, labels),
@@ -155,7 +155,7 @@ def test_on_a_pool_the_states_are_the_same_to_the_bit(attack: str, tmp_path: Pat
     made = {}
     for name, fleet in (("lies", lying(attack, share=0.3)), ("honest", {})):
         wanted = digits(fleet=fleet)
-        prepare.whole(wanted, tmp_path / name)
+        prepare.prepare_and_check(wanted, tmp_path / name)
         members, _ = agents.Plan(wanted, tmp_path / name, tmp_path).members()
         for workers in (0, 2):
             outcome = run.simulate(wanted, tmp_path / name, members, workers=workers)
@@ -170,7 +170,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 ) -> None:
     """Killed when two honest boards have answered, a third and the adversaries not: these know what all three send."""
     wanted = job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
-    bundle = folder(tmp_path / "bundle", to_train())
+    bundle = folder(tmp_path / "bundle", toy_bundle())
     carry, held = carriers.in_process(learners(5), engine=NumpyEngine(1 << 40, base_bytes=0))
     note, answered = Simulation._note, []
 
@@ -220,7 +220,7 @@ def test_an_attack_that_there_is_not_is_named() -> None:
 def test_no_agent_is_asked_to_lie(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job with adversaries is refused by name before anything is queued, also where agents are simulated ones."""
     wanted = digits(fleet=lying("scaled"))
-    prepare.whole(wanted, tmp_path / "bundle")
+    prepare.prepare_and_check(wanted, tmp_path / "bundle")
     table = (
         'name = "lies"\nmethod = "fedavg"\nmodel = { name = "mlp", inputs = 64, hidden = [6], classes = 10 }\n'
         f'data.path = "{Path(demo.__file__).parent / "digits.npz"}"\n'

@@ -20,6 +20,7 @@ from fedquilt.coordinator.views import costs
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples
 from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.evaluation import main_value
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
 
@@ -81,8 +82,8 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
     assert found.tasks == 3  # two rounds, and the closing evaluation
     assert found.energy_j is not None
     assert "jetson-nano" in str(found.energy_source)
-    metrics = [fact.metrics for fact in facts if isinstance(fact, Committed)]
-    checks = [found["check.accuracy"] for found in metrics if "check.accuracy" in found]
+    sums = [fact.evaluation for fact in facts if isinstance(fact, Committed)]
+    checks = [main_value(each) for each in sums if each is not None]
     assert checks[-1] > checks[0] + 0.2
     with Store(given.home) as store:
         assert "network" in export.export(store, run, tmp_path / "weights.safetensors")

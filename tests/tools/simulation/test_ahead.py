@@ -15,7 +15,7 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.processes import Processes
@@ -36,7 +36,7 @@ MEMBERS = learners(5, 13)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
-    made = to_train()
+    made = toy_bundle()
     bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
     return tmp_path / "bundle"
 

@@ -1,6 +1,6 @@
 """One round loop, three carriers: a broker in memory, this process, a pool of workers; bits are equal for each method.
 
-Methods are found by their files, so that a new one is tested here without an edit.
+Methods are found by their files, so that `make nightly` tests a new one without an edit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fedquilt import methods
 from fedquilt.tools.simulation import agents, carriers
 from fedquilt.tools.simulation.carriers import Hands
 
+QUICK = ("fedavg", "scaffold", "ditto", "genefl", "fedpews", "depthfl", "fedstitch")  # methods of `make test`
 Pools = Callable[[str, int, agents.Plan], Hands]
 
 
@@ -35,7 +36,9 @@ def pools() -> Iterator[Pools]:
         yield find
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in methods.names()]
+)
 def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_path: Path, pools: Pools) -> None:
     """Over the memory link, in this process, and by a pool of one worker and of two."""
     given = plan(name, tmp_path)

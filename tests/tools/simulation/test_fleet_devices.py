@@ -12,7 +12,7 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 from fedquilt.tools.simulation.carriers import in_process
 from fedquilt.tools.simulation.run import play
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
@@ -23,7 +23,7 @@ JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
-    made = to_train()
+    made = toy_bundle()
     bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
     return tmp_path / "bundle"
 
@@ -66,7 +66,7 @@ def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_stat
         done = len(simulation.rounds)
         if done == 1:
             models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
-            simulation.fleet.leave(["dev-3"])
+            simulation.fleet.switch_off(["dev-3"])
         if done == 3:
             models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
             simulation.fleet.arrive(["dev-3"])
@@ -84,7 +84,7 @@ def test_what_it_was_sent_is_still_there_when_a_device_comes_back(folder: Path) 
 
     def act(simulation: Simulation) -> None:
         if len(simulation.rounds) == 1:
-            simulation.fleet.leave(["dev-3"])
+            simulation.fleet.switch_off(["dev-3"])
         if len(simulation.rounds) == 2:
             simulation.fleet.arrive(["dev-3"])
 

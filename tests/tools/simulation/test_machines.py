@@ -11,7 +11,7 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 from fedquilt.tools.simulation import machines, ray_cluster
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.run import simulate
@@ -70,7 +70,7 @@ def test_machines_of_one_kind_are_told_in_one_line() -> None:
 
 def test_a_simulated_run_in_a_home_keeps_this_machine(tmp_path: Path) -> None:
     """By its name, with one thread, as its workers have."""
-    made = to_train()
+    made = toy_bundle()
     bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
     job = settings.parse({"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 1})
     simulate(job, tmp_path / "bundle", learners(2, 13), home=tmp_path / "home")

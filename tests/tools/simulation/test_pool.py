@@ -18,7 +18,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.run import Outcomes, simulate
@@ -37,7 +37,7 @@ JOB = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
-    made = to_train()
+    made = toy_bundle()
     bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
     return tmp_path / "bundle"
 
@@ -90,7 +90,9 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
     outcome = play(folder, job={"fleet": {"boards": kinds, "policy": "board"}})
     points = [profiles.load(name).operating_points()[0] for name in kinds]
     model = bundle.load(folder).load("model")
-    order = fedavg.order(fedavg.init(bundle.load(folder), settings.params(settings.parse(JOB)), 0), {"model": model})
+    order = fedavg.training_order(
+        fedavg.init(bundle.load(folder), settings.params(settings.parse(JOB)), 0), {"model": model}
+    )
     work = order.work.on(13)
     assert work.flops == 3 * 100.0 * 2 * 13
     assert work.launches > 2 * 4  # of each mini-batch some

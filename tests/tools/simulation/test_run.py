@@ -14,7 +14,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator.cohort import sample
 from fedquilt.core import Answer, Contribution, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import folder, job, learners, play, to_train
+from fedquilt.testing.toys import folder, job, learners, play, toy_bundle
 from fedquilt.tools.simulation import carriers, run
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
@@ -31,7 +31,7 @@ def engine() -> NumpyEngine:
 def begin(tmp_path: Path, engine: NumpyEngine) -> Iterator[Any]:
     """Opens simulations of five toy devices, each in a home of its own; `begin.hands` carries their orders out."""
     with contextlib.ExitStack() as stack:
-        bundle = folder(tmp_path / "bundle", to_train())
+        bundle = folder(tmp_path / "bundle", toy_bundle())
         homes = (tmp_path / f"home-{i}" for i in range(100))
 
         def make(name: str = "fedavg", method: Method | None = None, **table: Any) -> Simulation:
@@ -123,22 +123,24 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
     def observe(simulation: Simulation, hands: Hands) -> None:
         rounds[:] = [each.devices for each in simulation.rounds]
 
-    play("fedavg", to_train(), learners(5), SMALL, engine=engine, observe=observe, seed=3, rounds=4, cohort={"size": 2})
+    play(
+        "fedavg", toy_bundle(), learners(5), SMALL, engine=engine, observe=observe, seed=3, rounds=4, cohort={"size": 2}
+    )
     names = [f"dev-{i}" for i in range(5)]
     assert rounds == [sample(3, number, names, 2) for number in range(4)]
 
 
 def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: NumpyEngine) -> None:
     """One model down and one up for each device; with "local" it goes down in the first round only."""
-    size = len(tensors.encode(to_train().load("model")))
+    size = len(tensors.encode(toy_bundle().load("model")))
     taken: list[tuple[int, int]] = []
 
     def observe(simulation: Simulation, hands: Hands) -> None:
         taken[:] = [(each.down_bytes, each.up_bytes) for each in simulation.rounds]
 
-    play("fedavg", to_train(), learners(3), SMALL, engine=engine, observe=observe, rounds=2)
+    play("fedavg", toy_bundle(), learners(3), SMALL, engine=engine, observe=observe, rounds=2)
     assert taken == [(3 * size, 3 * size)] * 2
-    play("local", to_train(), learners(3), SMALL, engine=engine, observe=observe, rounds=2)
+    play("local", toy_bundle(), learners(3), SMALL, engine=engine, observe=observe, rounds=2)
     assert taken == [(3 * size, 0), (0, 0)]
 
 
@@ -153,7 +155,7 @@ def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine:
                 taken[codec] = (simulation.rounds[0].down_bytes, simulation.rounds[0].up_bytes)
 
         wire = {"codec": codec}
-        run = play("fedavg", to_train(), learners(3), SMALL, engine=engine, observe=observe, rounds=2, wire=wire)
+        run = play("fedavg", toy_bundle(), learners(3), SMALL, engine=engine, observe=observe, rounds=2, wire=wire)
         return [tensors.encode(state.model) for state in run]
 
     raw, coded = models("raw"), models(codec)
@@ -173,7 +175,7 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
             closed.append("closed")
 
     budgets = {"budgets": [f"{100 + each}MB" for each in range(10)]}
-    play("fedavg", to_train(), learners(10), SMALL, engine=Lent(1 << 40, base_bytes=0), rounds=1, fleet=budgets)
+    play("fedavg", toy_bundle(), learners(10), SMALL, engine=Lent(1 << 40, base_bytes=0), rounds=1, fleet=budgets)
     assert closed == []
 
 
@@ -190,7 +192,7 @@ def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
     with pytest.raises(
         JobError, match=r"the method's code failed in round 0 on 2 of 2 devices .ValueError: the dog ate it"
     ):
-        play("fedavg", to_train(), learners(2), SMALL, engine=engine, method=broken, rounds=1)
+        play("fedavg", toy_bundle(), learners(2), SMALL, engine=engine, method=broken, rounds=1)
 
 
 def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyEngine) -> None:
@@ -201,12 +203,12 @@ def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyE
 
     broken = replace(methods.load("fedavg"), init=init)
     with pytest.raises(JobError, match=r"has failed: the bundle is of another kind"):
-        play("fedavg", to_train(), learners(2), SMALL, engine=engine, method=broken, rounds=1)
+        play("fedavg", toy_bundle(), learners(2), SMALL, engine=engine, method=broken, rounds=1)
 
 
 def test_a_run_that_waits_for_devices_that_never_come_ends(engine: NumpyEngine) -> None:
     with pytest.raises(JobError, match=r"has stopped: no device is left that could go on with it"):
-        play("fedavg", to_train(), learners(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
+        play("fedavg", toy_bundle(), learners(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
 
 
 def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:

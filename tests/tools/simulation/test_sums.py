@@ -11,7 +11,7 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.summing import Summing
-from fedquilt.testing.toys import learners, to_train
+from fedquilt.testing.toys import learners, toy_bundle
 from fedquilt.tools.simulation.pool import Pool
 from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.sums import Sums
@@ -28,7 +28,7 @@ JOB: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
-    made = to_train()
+    made = toy_bundle()
     bundle.write(tmp_path / "bundle", made.meta, {"model": tensors.encode(made.load("model"))})
     return tmp_path / "bundle"
 

@@ -30,7 +30,7 @@ def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_
     assert order is not None
     data = {"path": str(tmp_path / "own.npz")}
     with TaskProcess("fedavg", "numpy", 1 << 30, data, Path, tmp_path) as process:
-        outcome, sent = process.carry_out(order, 0)
+        outcome, sent = process.run_task(order, 0)
         assert outcome.weight == 16  # the others are held out
         assert outcome.peak_bytes is not None
         assert 10**7 < outcome.peak_bytes < 1 << 30
@@ -39,4 +39,4 @@ def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_
         assert not np.array_equal(sent["model"]["1.weight"], MODEL["1.weight"])
         order.params["network"]["inputs"] = 5  # type: ignore[index]
         with pytest.raises(ModelError, match="a task of fedavg in 1074 MB: "):
-            process.carry_out(order, 1)
+            process.run_task(order, 1)

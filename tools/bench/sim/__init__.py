@@ -138,7 +138,7 @@ def measure(
         ]
         runs: dict[str, dict[str, list[dict[str, Any]]]] = {work.name: {} for work in workloads}
         for work in workloads:
-            lay_out(work, path, Path(scratch) / work.name)
+            write_workload(work, path, Path(scratch) / work.name)
         for done, (work, turn, each) in enumerate(turns):
             tell = partial(show, f"{work.name}, turn {turn + 1} of {repeats}: {each.title}", done, len(turns))
             runs[work.name].setdefault(each.name, []).append(run(each, Path(scratch) / work.name, work, tell))
@@ -174,8 +174,8 @@ def _contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant
     return found, absent
 
 
-def lay_out(work: Workload, path: Path | str, folder: Path) -> None:
-    """Write what contestants are given (see `workload`), and our bundle and job.
+def write_workload(work: Workload, path: Path | str, folder: Path) -> None:
+    """Write the data, cohorts and first weights that contestants are given, and our bundle and job.
 
     Raises:
         DataError: no such images, or too few.

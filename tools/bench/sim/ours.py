@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt import evaluation, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples
 from fedquilt.tools.simulation import Member
@@ -58,7 +58,7 @@ def main() -> None:
     def observe(simulation: Simulation, hands: Hands) -> None:
         spent_s.append(time.process_time())
         if simulation.finished:
-            told.update(hands.test(simulation) or {})
+            told.update(evaluation.metrics_of(found) if (found := hands.test(simulation)) else {})
 
     outcome = simulate(
         job,

@@ -69,7 +69,7 @@ export function page(place, { name, again, ask, session, say }) {
     const share = (value) => (value === null || value === undefined ? null : scale * value);
     const title = told.metric.title[0].toUpperCase() + told.metric.title.slice(1);
     plots.replaceChildren(
-      plot(`${title}${unit && ", %"}`, [line("all", (row) => share(row.accuracy)), line("worst tenth", (row) => share(row.worst_decile), "c1")], across, { unit, most: told.metric.share ? 100 : undefined, nothing: "not evaluated yet" }),
+      plot(`${title}${unit && ", %"}`, [line("all", (row) => share(row.accuracy)), line("worst tenth", (row) => share(row.worst_decile), "c1"), line("spread", (row) => share(row.deviation), "c2")], across, { unit, most: told.metric.share ? 100 : undefined, nothing: "not evaluated yet" }),
       plot("Bytes a round, MB", [line("down", (row) => row.down_bytes / 1e6), line("up", (row) => row.up_bytes / 1e6, "c1")], across, { zero: true, unit: "MB", nothing: "no round yet" }),
       plot("Energy a round, J", [line("all boards", (row) => row.joules)], across, { zero: true, unit: "J", nothing: "some board has no meter, or no round yet" }),
       plot("Seconds a round", [line("from opening to end", (row) => row.seconds)], across, { zero: true, unit: "s", nothing: "no round yet" }));

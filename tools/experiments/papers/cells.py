@@ -123,13 +123,13 @@ def start(code: str, table: dict[str, Any], before: Pretrain | None, folder: Pat
         file = folder / "weights.safetensors"
         file.write_bytes(tensors.encode(pretrained(code, table, before)))
         table = merged(table, {"model": {"weights": str(file)}})
-    prepare.whole(settings.parse(table), folder / "bundle")
+    prepare.prepare_and_check(settings.parse(table), folder / "bundle")
 
 
 def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
     """Train a network on examples of its own, before any round, and return its weights."""
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
-    from fedquilt.models.networks import registry
+    from fedquilt.models.networks import registry, tensor_register
 
     known = [field.name for field in dataclasses.fields(Fit)]
     for odd in wanted.fit.keys() - set(known):
@@ -149,9 +149,9 @@ def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
     found: Tensors = TorchEngine(ROOM_BYTES).train(network, fresh(seed), given, fit, tensors.rng(*wanted.draw, seed))[0]
     if not wanted.new_head:
         return found
-    dense = [name for name, value in found.items() if name.endswith(".weight") and value.ndim == 2]
-    last = max(dense, key=lambda name: int(name.split(".")[0])).rpartition(".")[0] + "."
-    return {name: value if name.startswith(last) else found[name] for name, value in fresh(seed + 1000).items()}
+    register = tensor_register.of_table(network)
+    last = register.tensors_of_modules([register.classifier() or ""])
+    return {name: value if name in last else found[name] for name, value in fresh(seed + 1000).items()}
 
 
 def _files(value: Any) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from fedquilt import methods
 from fedquilt.coordinator import cohort
 from fedquilt.coordinator.settings import Check, Job
-from fedquilt.core import Examples, Fit, Hooks, ModelError, Tensors, Trainer
+from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors, Trainer
 from fedquilt.data import images
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
@@ -122,7 +122,7 @@ class Still:
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
-    ) -> dict[str, float]:
+    ) -> EvaluationSums:
         """Evaluate the first example only; see `fedquilt.core.Trainer`."""
         return self._engine.evaluate(network, model, Examples(examples.x[:1], examples.y[:1]), hooks=hooks)
 

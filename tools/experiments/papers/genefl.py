@@ -70,12 +70,12 @@ def whole(job: Job, folder: Path, how: How) -> Run:
 def sizes(
     table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The result of "genefl-bytes", computed from torchvision's ResNet18 without any run."""
+    """Return the result of "genefl-bytes", computed from torchvision's ResNet18 without any run."""
     from fedquilt.models.networks import registry, tensor_register  # torch
 
     model, wider = (registry.build({"name": "torchvision/resnet18", "classes": classes}) for classes in (10, 100))
     held = {name: value.detach().numpy() for name, value in model.named_parameters()}
-    assert len(tensor_register.trace(model, (3, 32, 32)).layers()) == 21
+    assert len(tensor_register.trace_register(model, (3, 32, 32)).parameters_by_layer()) == 21
     uploads = 100 * 10  # rounds, devices in each
     last = [held[f"layer4.{i}.conv{j}.weight"] for i in (0, 1) for j in (1, 2)]
     some = [held[f"{name}.weight"] for name in ("layer4.1.conv1", "layer4.1.conv2", "layer2.0.conv1")]

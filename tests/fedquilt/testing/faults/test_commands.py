@@ -23,7 +23,7 @@ def test_an_interrupted_run_prints_what_was_played(
             raise KeyboardInterrupt
         return search.Played(len(begun[0]), 3 * len(begun[0]), Counter(), Counter({"noise": 7}), ())
 
-    monkeypatch.setattr(search, "play", play)
+    monkeypatch.setattr(search, "play_seeds", play)
     monkeypatch.setattr(search, "calm", lambda: None)
     assert commands.many(range(100, 100 + 3 * search.BATCH), (), (), 1) == commands.INTERRUPTED
     out = capsys.readouterr().out

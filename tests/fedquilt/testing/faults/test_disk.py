@@ -93,10 +93,10 @@ def use(disk: Disk, home: str) -> list[object]:
         (lambda path: disk.write(path, b"", new=True), f"{home}/a/one"),
     )
     lock = disk.lock(f"{home}/a/lock")
-    found += [lock is None, disk.lock(f"{home}/a/lock") is None, disk.locked(f"{home}/a/lock")]
+    found += [lock is None, disk.lock(f"{home}/a/lock") is None, disk.is_locked(f"{home}/a/lock")]
     assert lock is not None
     lock.close()
-    found += [disk.locked(f"{home}/a/lock"), disk.locked(f"{home}/a/none")]
+    found += [disk.is_locked(f"{home}/a/lock"), disk.is_locked(f"{home}/a/none")]
     found.append(disk.lock(f"{home}/a/lock") is None)
     disk.remove(f"{home}/a/b")
     kept = [each for each in disk.entries(f"{home}/a") if each.name != "lock"]

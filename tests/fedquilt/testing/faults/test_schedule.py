@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.testing.faults import search
-from fedquilt.testing.faults.schedule import KINDS, LATER, Crash, Cut, Schedule, Stop, drawn, parse
+from fedquilt.testing.faults.schedule import KINDS, LATER, Crash, Cut, Schedule, Stop, draw_schedule, parse_schedule
 from fedquilt.testing.faults.world import Theatre
 
 METHODS = ("fedavg", "ditto")
@@ -18,8 +18,8 @@ def test_a_seed_always_gives_the_same_schedule_and_its_text_gives_it_too() -> No
     """Of 500 seeds; every kind of fault is among them."""
     kinds = set()
     for seed in range(500):
-        plan = drawn(seed, METHODS, LATER)
-        assert plan == drawn(seed, METHODS, LATER) == parse(plan.text())
+        plan = draw_schedule(seed, METHODS, LATER)
+        assert plan == draw_schedule(seed, METHODS, LATER) == parse_schedule(plan.text())
         kinds |= {str(fault.__struct_config__.tag) for fault in plan.faults}
     assert kinds == KINDS.keys()
 
@@ -28,7 +28,7 @@ def test_a_seed_always_gives_the_same_schedule_and_its_text_gives_it_too() -> No
 def test_a_text_that_is_none_is_refused(text: str) -> None:
     """By its name, with what would be one."""
     with pytest.raises(JobError, match="is no schedule"):
-        parse(text)
+        parse_schedule(text)
 
 
 def test_a_failure_is_shrunk_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from fedquilt.tools.experiments.papers.grid import merged
 pytest.importorskip("torch", reason="a network is trained")
 
 
+@pytest.mark.nightly
 def test_a_short_run_of_a_column_tells_a_curve_for_each_method(tmp_path: Path) -> None:
     """One round of warm-up in two: it is not its base, masks save bytes, and one seed alone is as beside others."""
     table = papers.tables()["fedpews-table6"]

@@ -17,6 +17,7 @@ from fedquilt.tools.experiments.papers import fedsdg
 from fedquilt.tools.experiments.papers.grid import merged
 
 
+@pytest.mark.nightly
 def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(tmp_path: Path) -> None:
     """Two devices, one round: only the shared part goes up, and four gates of each device are told and drawn."""
     data = {"path": str(pictures(tmp_path / "drawn.npz", 28))}

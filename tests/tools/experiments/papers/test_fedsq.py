@@ -13,6 +13,7 @@ from fedquilt.tools.experiments import papers
 from fedquilt.tools.experiments.papers.grid import merged
 
 
+@pytest.mark.nightly
 def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path: Path) -> None:
     """Pre-trained on the digits that are federated then; one bundle, made once."""
     table = papers.tables()["fedsq"]

@@ -1,0 +1,92 @@
+"""What a tensor is says the register: no product code compares tensor names with names of torch's."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("fedquilt", "coordinator", "edge_agent", "models", "tools", "profiles")
+TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight", "in_proj_bias")
+CALLS = ("endswith", "startswith", "removesuffix", "fullmatch", "match", "search")
+PERMITTED = {
+    "fedquilt/tensor_register.py": "the register itself: attributes of torch's modules, whose types it knows",
+    "edge_agent/task/main.py": "the metric `weight` of an update",
+    "models/partial/trace.py": "torch's name for a layer's own weight: what makes a weight is not cut",
+    "tools/bench/large.py": "tensors that this file has made and named, without torch",
+}
+
+
+def comparisons(source: str) -> Iterator[str]:
+    """Yield what compares a value with a literal name of a tensor, as `==`, `in`, `endswith` and `match` do."""
+    for node in ast.walk(ast.parse(source)):
+        given: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            given = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
+            given = node.args
+        elif isinstance(node, ast.MatchValue):
+            given = [node.value]
+        for each in given:
+            if any(map(_names, _texts(each))):
+                yield f"line {each.lineno}: {ast.unparse(each)}"
+
+
+def _texts(node: ast.expr) -> list[str]:
+    """Literal texts of a text, an f-string or a tuple, list or set of these."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    parts = node.values if isinstance(node, ast.JoinedStr) else getattr(node, "elts", [])
+    return [text for part in parts for text in _texts(part)]
+
+
+def _names(text: str) -> bool:
+    leaf = text.strip(".").rpartition(".")[2]
+    return leaf in TENSORS or leaf == "running_"
+
+
+def files() -> Iterator[Path]:
+    for folder in PRODUCT:
+        yield from (path for path in (ROOT / folder).rglob("*.py") if path.resolve() == path)
+
+
+def test_no_product_code_compares_tensor_names_with_literals() -> None:
+    """A name is no role: `fedquilt.tensor_register` has each tensor's kind, module and type."""
+    found = {}
+    for path in files():
+        name = str(path.relative_to(ROOT))
+        if name not in PERMITTED and (odd := list(comparisons(path.read_text()))):
+            found[name] = odd
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", PERMITTED)
+def test_each_permission_is_needed(name: str) -> None:
+    assert list(comparisons((ROOT / name).read_text()))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'name.endswith("running_var")',
+        'name.endswith((".weight", ".bias"))',
+        'leaf == "weight"',
+        '"num_batches_tracked" in name',
+        'name.rpartition(".")[2] in ("running_mean", "running_var")',
+        'f"{path}.running_mean" in model',
+        'name.startswith("running_")',
+        'match leaf:\n    case "weight":\n        pass',
+    ],
+)
+def test_a_comparison_with_a_name_is_found(source: str) -> None:
+    assert len(list(comparisons(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["each.weight.ndim > 1", 'found["weight"] = 1', 'name.endswith(".onnx")', 'x == "weights"']
+)
+def test_other_code_is_left_alone(source: str) -> None:
+    assert list(comparisons(source)) == []

@@ -1,0 +1,195 @@
+"""Rules of methods in plain torch: what two rounds of three devices make of an awkward network.
+
+Each takes (network, its first tensors, the run that it is compared with, for what that has drawn) and returns the
+job's result, and as "DEVICE/NAME" tensors that devices keep. They follow the papers: local steps by autograd, sums by
+numpy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from plain_training import (
+    LR,
+    ROUNDS,
+    SIZES,
+    Model,
+    Plain,
+    Played,
+    batches,
+    generator,
+    local,
+    mean,
+    members,
+    own_of,
+    parameters,
+    steps_of,
+    table_of,
+)
+from torch import nn
+
+from fedquilt.models.networks import registry
+from fedquilt.testing import awkward
+
+
+def fedavg(network: str, model: Model, run: Played) -> Model:
+    for round in range(ROUNDS):
+        model = mean([local(network, model, each, round) for each in members()])
+    return model
+
+
+def moon(network: str, model: Model, run: Played) -> Model:
+    """FedAvg, and each device keeps its last model."""
+    for round in range(ROUNDS):
+        sent = [local(network, model, each, round) for each in members()]
+        model = mean(sent)
+    return model | own_of({each.device: last for each, last in zip(members(), sent, strict=True)})
+
+
+def ditto(network: str, model: Model, run: Played) -> Model:
+    """FedAvg, and on the same batches v <- v - eta (g + 0.5 (v - w)), w as it was received."""
+    own = {each.device: model for each in members()}
+    for round in range(ROUNDS):
+        first = {name: torch.tensor(array) for name, array in model.items()}
+        pull = lambda name, gradient, value: gradient + 0.5 * (value - first[name])  # noqa: B023, E731
+        own = {each.device: local(network, own[each.device], each, round, pull) for each in members()}
+        model = mean([local(network, model, each, round) for each in members()])
+    return model | own_of(own)
+
+
+def fedprox(network: str, model: Model, run: Played) -> Model:
+    """mu = 0.5: gradient + mu (w - w_0)."""
+    for round in range(ROUNDS):
+        first = {name: torch.tensor(array) for name, array in model.items()}
+        pull = lambda name, gradient, value: gradient + 0.5 * (value - first[name])  # noqa: B023, E731
+        model = mean([local(network, model, each, round, pull) for each in members()])
+    return model
+
+
+def fedopt(network: str, model: Model, run: Played) -> Model:
+    """Server momentum 0.9 at rate 1: m <- 0.9 m + D, x <- x + m; buffers take their mean."""
+    moment = {name: np.zeros(model[name].shape) for name in parameters(network)}
+    for round in range(ROUNDS):
+        found = mean([local(network, model, each, round) for each in members()])
+        for name in moment:
+            moment[name] = 0.9 * moment[name] + found[name] - model[name]
+            found[name] = (model[name] + moment[name]).astype(np.float32)
+        model = found
+    return model
+
+
+def fednova(network: str, model: Model, run: Played) -> Model:
+    """x <- x - (sum_i p_i tau_i) sum_i p_i (x - y_i) / tau_i."""
+    shares, taus = np.array(SIZES) / sum(SIZES), [steps_of(each) for each in members()]
+    for round in range(ROUNDS):
+        sent = [local(network, model, each, round) for each in members()]
+        found = mean(sent)
+        for name in parameters(network):
+            way = sum(p * (model[name] - y[name]) / tau for p, y, tau in zip(shares, sent, taus, strict=True))
+            found[name] = (model[name] - float(shares @ taus) * way).astype(np.float32)
+        model = found
+    return model
+
+
+def scaffold(network: str, model: Model, run: Played) -> Model:
+    """y <- y - eta (g - c_i + c); c_i+ = c_i - c + (x - y) / (K eta); c the mean of all c_i."""
+    names = parameters(network)
+    server = {name: np.zeros_like(model[name]) for name in names}
+    own = {each.device: dict(server) for each in members()}
+    for round in range(ROUNDS):
+        sent = []
+        for each in members():
+            shift = {name: torch.tensor(server[name] - own[each.device][name]) for name in names}
+            add = lambda name, gradient, value: gradient + shift[name]  # noqa: B023, E731
+            sent.append(local(network, model, each, round, add))
+            path = steps_of(each) * LR
+            own[each.device] = {
+                name: own[each.device][name] - server[name] + (model[name] - sent[-1][name]) / np.float32(path)
+                for name in names
+            }
+        server = {name: np.mean([each[name] for each in own.values()], axis=0) for name in names}
+        model = mean(sent, None)
+    return model | own_of(own)
+
+
+def pfedme(network: str, model: Model, run: Played) -> Model:
+    """Two steps of theta on each mini-batch with the pull 5 (theta - w), then w <- w - 0.02 * 5 (w - theta)."""
+    thetas: dict[str, Plain] = {}
+    for round in range(ROUNDS):
+        sent = []
+        for each in members():
+            theta = thetas[each.device] = Plain(network, model)
+            w = {name: value.detach().clone() for name, value in theta.values.items()}
+            for rows in batches(generator(each.device, round).permutation(len(each.train))):
+                for _ in range(2):
+                    found = theta.gradients(each.train, rows)
+                    with torch.no_grad():
+                        steps = {name: LR * (g + 5.0 * (theta.values[name] - w[name])) for name, g in found.items()}
+                    theta.move(steps)
+                w = {name: value - 0.1 * (value - theta.values[name].detach()) for name, value in w.items()}
+            sent.append({**theta.state(model), **{name: value.numpy() for name, value in w.items()}})
+        model = mean(sent, None)
+    return model | own_of({device: theta.state(model) for device, theta in thetas.items()})
+
+
+def perfedavg(network: str, model: Model, run: Played) -> Model:
+    """On each mini-batch u = w - 0.02 g(w), then w <- w - eta g(u)."""
+    for round in range(ROUNDS):
+        sent = []
+        for each in members():
+            plain = Plain(network, model)
+            for rows in batches(generator(each.device, round).permutation(len(each.train))):
+                before = {name: value.detach().clone() for name, value in plain.values.items()}
+                plain.move({name: 0.02 * g for name, g in plain.gradients(each.train, rows).items()})
+                ahead = plain.gradients(each.train, rows)
+                with torch.no_grad():
+                    back = {name: plain.values[name] - before[name] + LR * g for name, g in ahead.items()}
+                plain.move(back)
+            sent.append(plain.state(model))
+        model = mean(sent)
+    return model
+
+
+def median(network: str, model: Model, run: Played) -> Model:
+    for round in range(ROUNDS):
+        sent = [local(network, model, each, round) for each in members()]
+        model = {name: np.median([y[name] for y in sent], axis=0).astype(model[name].dtype) for name in model}
+    return model
+
+
+def norms(network: str) -> set[str]:
+    """All tensors of modules that normalise by running statistics."""
+    model = registry.build(table_of(network))
+    kinds = (nn.BatchNorm1d, awkward.MovingNorm)
+    found = {
+        f"{path}.{leaf}"
+        for path, each in model.named_modules()
+        if isinstance(each, kinds)
+        for leaf in each.state_dict()
+    }
+    return found | ({"level"} if network == "typed" else set())  # a statistic in a buffer of the network itself
+
+
+def fedrep(network: str, model: Model, run: Played) -> Model:
+    """The head alone for one epoch, then all else; the head stays on the device. Frozen norms keep their statistics."""
+    head = [name for name in parameters(network) if name.startswith(head_of(network))]
+    own = {each.device: {name: model[name] for name in head} for each in members()}
+    for round in range(ROUNDS):
+        sent = []
+        for each in members():
+            rng = generator(each.device, round)
+            held = {**model, **own[each.device]}
+            for names in (set(head), model.keys() - head):
+                plain = Plain(network, held, names)
+                plain.descend(each.train, rng.permutation(len(each.train)), names & plain.values.keys())
+                rng.integers(2**53)  # the engine's seed of dropout
+                held = plain.state(held)
+            own[each.device] = {name: held[name] for name in head}
+            sent.append(held)
+        found = mean(sent)
+        model = {name: model[name] if name in head else found[name] for name in model}
+    return model | own_of(own)
+
+
+def head_of(network: str) -> str:
+    return {"shared": "4", "moving_average": "4"}.get(network, "head") + "."
