@@ -163,10 +163,11 @@ class BlobServer:
         if grant.intake is None:
             return self._send_blob(request, grant)
         if request.method == "HEAD":
-            grant.intake.turn()  # bytes of an earlier connection are refused from now on
+            turn = grant.intake.turn()  # bytes of an earlier connection are refused from now on
             due = grant.intake.due()
-            offset = grant.ref.size if due is None else due[0]
-            return request.answer(204, {"Upload-Offset": str(offset)})
+            if due is None and not grant.intake.finished:
+                self._end_upload(grant, grant.intake, turn)
+            return request.answer(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
         return self._receive_blob(request, grant, grant.intake)
 
     def _send_blob(self, request: Exchange, grant: Grant) -> None:
@@ -195,14 +196,19 @@ class BlobServer:
         if due is None or (start, end, size) != (due[0], grant.ref.size, grant.ref.size) or end - start != request.size:
             raise RefusedError(409, "these are not the bytes that are due")
         self._charge_bytes(grant, 0)
+
+        def take(piece: memoryview) -> None:
+            intake.write(piece, turn)
+            self._charge_bytes(grant, len(piece))
+
+        self._end_upload(grant, intake, turn, lambda: pour(request.open_body(), end - start, take))
+        request.answer(204)
+
+    def _end_upload(self, grant: Grant, intake: Intake, turn: int, receive: Callable[[], None] = lambda: None) -> None:
+        """Receive the last bytes of a blob, if they are not here, and report the end of the upload."""
         key = (grant.device, grant.ref.sha256)
         try:
-
-            def take(piece: memoryview) -> None:
-                intake.write(piece, turn)
-                self._charge_bytes(grant, len(piece))
-
-            pour(request.open_body(), end - start, take)
+            receive()
             intake.finish(turn)
         except ClosedError as error:
             raise RefusedError(409, str(error)) from None
@@ -210,7 +216,6 @@ class BlobServer:
             self._tell(missed(key, intake, error))
             raise RefusedError(409 if isinstance(error, ContentError) else 500, "the blob was not taken") from None
         self._tell(Ended(key, intake, None))
-        request.answer(204)
 
     def _charge_bytes(self, grant: Grant, size: int) -> None:
         """Subtract transferred bytes from a grant. Refuse a new request (size 0) once none are left."""

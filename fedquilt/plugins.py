@@ -228,9 +228,9 @@ def own_folder() -> Iterator[None]:
 def proof(plugin: Plugin) -> str:
     """Package, version and sha256 of all files of the plug-in's module, as one text with single spaces.
 
-    Two machines with the same text run the same code.
+    Two machines with the same text run the same code. At most 200 characters, as `fedquilt.core.Label` takes.
     """
-    return f"{plugin.package} {plugin.version or '-'} {content(plugin.module)}"[:200]
+    return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {content(plugin.module)}"
 
 
 def content(module: str) -> str:

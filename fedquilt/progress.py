@@ -91,7 +91,7 @@ class Line:
 
     def elapsed(self, what: str, began_s: float) -> None:
         """Show what goes on, the part of it that `part` noted last, and for how long it has."""
-        part, so_far = self._part, units.duration(time.monotonic() - began_s)
+        part, so_far = self._part, units.duration(self._clock() - began_s)
         if part is None:
             return self.at(f"{what}: {so_far} so far")
         now, done, total = part
@@ -162,7 +162,7 @@ def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContex
 @contextmanager
 def during(what: str, line: Line = LINE) -> Iterator[None]:
     """Show what goes on and for how long it has, while the body runs, and how far it is, if the body says `part`."""
-    began_s = time.monotonic()
+    began_s = line._clock()
     try:
         with ticking(lambda: line.elapsed(what, began_s)):
             yield

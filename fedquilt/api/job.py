@@ -33,9 +33,11 @@ class Checked(type):
         names = cls.table.__struct_fields__
         if len(given) > len(names):
             raise JobError(f"{cls.where}: {len(given)} values, and there are {len(names)} keys: {', '.join(names)}")
-        return config.convert(
-            {**dict(zip(names, map(_plain, given), strict=False)), **_plain(keys)}, cls.table, cls.where
-        )
+        placed = dict(zip(names, given, strict=False))
+        for key in (key for key in placed if key in keys):
+            both = f"{placed[key]!r} by its place and {keys[key]!r} by its name"
+            raise JobError(f"{cls.where}: {key} is given twice: {both}")
+        return config.convert(_plain({**placed, **keys}), cls.table, cls.where)
 
     def __instancecheck__(cls, other: object) -> bool:
         return isinstance(other, cls.table)

@@ -39,6 +39,7 @@ class Intake:
         self.had: bytes | bytearray = bytes(had)
         self.moved = 0  # bytes written
         self.at = 0  # offset of the next byte
+        self.finished = False  # whether the part is the blob
         self._depot = depot
         self._lock = threading.Lock()
         self._open = True
@@ -93,6 +94,7 @@ class Intake:
                 if bad := self.had.count(0):
                     raise ContentError(f"it brought {bad} of {len(self.had)} chunks with other content")
             self._depot.finish(self.ref, digest)
+            self.finished = True
 
     def complete(self) -> None:
         """Turn a part into the blob that came whole over the link.
@@ -105,6 +107,7 @@ class Intake:
             self._require(self._turn)
             self._open = False
             self._depot.finish(self.ref)
+            self.finished = True
 
     def look(self) -> None:
         """Find out which chunks are here; nothing is taken afterwards.

@@ -229,7 +229,8 @@ def put(reach: Reach, sources: Sequence[Source], file: int, ref: BlobRef, moved:
             moved(size)
 
         start = source.start if first or not source.token else _offset(reach, source, ref)
-        _put(reach, source, file, ref, start, note)
+        if start < ref.size:  # else the reply to the last bytes was lost
+            _put(reach, source, file, ref, start, note)
 
     # a store takes a blob as a whole: what has gone before a connection broke is lost
     return _first(reach, sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
@@ -259,7 +260,7 @@ def _offset(reach: Reach, source: Source, ref: BlobRef) -> int:
         with connection.getresponse() as answer:
             _require(source, answer, (200, 204))
             said = answer.getheader(_OFFSET, "")
-    if not (said.isascii() and said.isdigit() and int(said) < ref.size):
+    if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
         raise CarrierError(f"{source.origin} does not say how far the upload came", later=False)
     return int(said)
 

@@ -257,6 +257,9 @@ class Transfers:
         """Publish everything due; returns when to call again."""
         self._take_streamed(now_s)
         due_s = [self._streaming.step(now_s)]
+        for device, sha256 in self._streaming.ready() if self._link.connected else ():
+            if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
+                self._streaming.offer(device, ref)
         if not self._wanted and not self._sender:
             return due_s[0]
         if not self._link.connected:
@@ -272,9 +275,6 @@ class Transfers:
                 self._streaming.begin(key, pull, now_s)
             while self._request(now_s):
                 self._admit(chunk, now_s)
-        for device, sha256 in self._streaming.ready():
-            if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
-                self._streaming.offer(device, ref)
         self._sender.step()
         due_s += [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
         if self._sender:

@@ -15,6 +15,7 @@ from fedquilt.transport.handshake import Session
 from fedquilt.transport.link import Message
 
 ENVELOPE_BYTES: Final = 128  # at most, beside what is in it
+MOST_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
 
 _FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
 _NOTHING: Final = b"null"  # an empty message, which takes a task back
@@ -66,11 +67,15 @@ def open(session: Session | None, route: wire.Route, message: Message) -> Messag
     Raises:
         UnsignedError: it is in no envelope.
         StrangeSessionError: it is sealed under another session.
-        WireError: it is forged or replayed.
+        WireError: it is forged, replayed or oversized.
     """
     found = _FORM.match(message.payload)
-    if found is None or message.payload[-1:] != b"}" or len(message.payload) > wire.MAX_CHUNK + ENVELOPE_BYTES:
+    if found is None:
         raise UnsignedError
+    if (size := len(message.payload)) > MOST_BYTES:
+        raise WireError(f"oversized: it has {size} bytes, and a message has at most {MOST_BYTES}")
+    if message.payload[-1:] != b"}":
+        raise WireError("forged: its envelope has no end")
     if session is None or found[2] != session.name.encode():
         raise StrangeSessionError(found[2].decode())
     said = message.payload[found.end() : -1]

@@ -98,7 +98,7 @@ class Sealed(Around):
         """
         if message.retained and isinstance(error, StrangeSessionError | UnsignedError):
             return  # what lies at the broker from before is no news
-        kind = str(error).partition(":")[0]  # "unsigned", "forged", "replayed", "stale"
+        kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
         if isinstance(error, StrangeSessionError):
             former, until_s = self._former.get(wire.sender(message.topic), ("", -math.inf))

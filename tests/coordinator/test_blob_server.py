@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -10,16 +11,18 @@ from pathlib import Path
 import pytest
 from blob_site import CHUNK, PAYLOAD, Site
 from certified import Certified
+from cutting import Relay
 from streamed import Pair
 from two_sides import noise
 from waiting import until
 
-from fedquilt.blobs.intake import ClosedError
+from fedquilt.blobs import over_http
+from fedquilt.blobs.intake import ClosedError, Intake
 from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import blob_server, places
 from fedquilt.coordinator.blob_server import BlobServer
 from fedquilt.coordinator.places import Where
-from fedquilt.core import JobError
+from fedquilt.core import JobError, Source
 from fedquilt.transport.handshake import Identity
 
 
@@ -114,6 +117,41 @@ def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site: Site) ->
     assert [(each.key, each.error) for each in site.ended] == [(("a", ref.sha256), None)]
 
 
+def put_by_relay(site: Site, intake: Intake, token: str, relay: Relay, folder: Path, payload: bytes) -> list[int]:
+    """Put a blob as a board does; returns the bytes of the pieces that have gone."""
+    board, moved = Depot(folder / "board"), list[int]()
+    ref = board.put(payload)
+    source = Source(url=f"http://127.0.0.1:{relay.port}/blobs/{ref.sha256}", token=token)
+    file = board.opened(ref.sha256)
+    try:
+        assert over_http.put(over_http.Reach(), (source,), file, ref, moved.append) == 0
+    finally:
+        os.close(file)
+        relay.close()
+    assert site.depot.load(ref.sha256) == payload
+    assert [(each.key, each.error) for each in site.ended] == [(("a", ref.sha256), None)]
+    return moved
+
+
+def test_an_upload_whose_reply_is_lost_has_ended_well(site: Site, tmp_path: Path) -> None:
+    """All bytes have arrived: none goes again."""
+    payload, lost = noise(4 * CHUNK, 7), [1]
+    intake, token = site.upload(payload)
+    relay = Relay(site.server.port, change=lambda offset, data: b"" if lost and lost.pop() else data)
+    assert sum(put_by_relay(site, intake, token, relay, tmp_path, payload)) == len(payload)
+    assert lost == []
+
+
+def test_an_upload_that_was_left_after_its_last_byte_is_ended_by_who_asks_where_it_stands(
+    site: Site, tmp_path: Path
+) -> None:
+    """The first connection's thread had its turn taken before it could make the part the blob."""
+    payload = noise(4 * CHUNK, 7)
+    intake, token = site.upload(payload)
+    intake.write(memoryview(payload), intake.turn())
+    put_by_relay(site, intake, token, Relay(site.server.port), tmp_path, payload)
+
+
 @pytest.mark.parametrize(
     ("range_", "length"),
     [
@@ -145,6 +183,7 @@ def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(sit
     assert "1 of 4 chunks" in str(ended.error)
     assert list(intake.had) == [1, 1, 0, 1]
     assert not site.depot.has(intake.ref)
+    assert site.ask(f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")[0] == 409
 
 
 def test_an_upload_that_goes_another_way_meanwhile_is_not_written(site: Site) -> None:

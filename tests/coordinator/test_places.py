@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from cutting import Canned, Relay
 from streamed import Pair, profile
-from two_sides import noise
+from two_sides import TOPICS, Side, noise
 
 from fedquilt import wire
 from fedquilt.blobs import carriers, chunks, over_http, streaming
@@ -21,6 +21,7 @@ from fedquilt.blobs.download import Pull
 from fedquilt.blobs.intake import ClosedError, Intake
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, Placed, Source
+from fedquilt.transport.link import MemoryBroker
 
 MB = 1_000_000
 CHUNK = 256 * 1024
@@ -314,6 +315,40 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     assert ways.fetched.due() == (0, ref.size)
     with pytest.raises(ClosedError, match="another way"):
         ways.own.write(memoryview(payload[1000:]), turn)
+
+
+class Late(Carriers):
+    """A coordinator with a store, into which a blob comes after a board has asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: list[tuple[str, str]] = []
+
+    def offers(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
+        return (Source(url="http://store/"),)
+
+    def take_ready(self) -> list[tuple[str, str]]:
+        came, self.came = self.came, []
+        return came
+
+
+def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_else_is_moved(tmp_path: Path) -> None:
+    """Once the broker is reached."""
+    broker, ways = MemoryBroker(), Late()
+    coordinator = Side(broker, tmp_path)
+    coordinator.carry(ways)
+    board = broker.connect()
+    board.subscribe(TOPICS.for_device("a"))
+    ref = coordinator.depot.put(noise(2 * CHUNK))
+    ways.came.append(("a", ref.sha256))
+    coordinator.link.connected = False
+    coordinator.transfers.step(0.0)
+    assert ways.came
+    coordinator.link.connected = True
+    coordinator.transfers.step(0.0)
+    broker.now_s = 1.0
+    broker.deliver()
+    assert [message.topic for message in board.receive()] == [TOPICS.blob("a", "dn", ref.sha256, "place")]
 
 
 def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:

@@ -220,6 +220,17 @@ def test_the_same_files_give_the_same_proof_and_others_another(install: Install)
     assert "mine_pkg" not in sys.modules
 
 
+def test_a_long_name_and_version_leave_the_content_of_a_proof_whole(install: Install) -> None:
+    """A device's message has room for 200 characters of it."""
+    name, version = "net-" + "f" * 120, "1.0+" + "0" * 80
+    install(name, {"long_fl.py": "A = 1\n"}, {"fedquilt.networks": {"long": "long_fl:net"}}, version)
+    now = plugins.needs("network", "long")
+    assert len(now["long_fl"]) == 200
+    assert now["long_fl"].endswith(f" {plugins.content('long_fl')}")
+    assert plugins.short(now["long_fl"]).startswith("1.0+000")
+    plugins.require_current(now)
+
+
 def test_a_bundle_of_a_network_that_has_changed_since_is_refused(install: Install) -> None:
     """Both contents are named, and that preparing anew mends it; a package that is not here is the boards' matter."""
     install("net-fl", {"net_fl.py": "A = 1\n"}, {"fedquilt.networks": {"net": "net_fl:net"}})

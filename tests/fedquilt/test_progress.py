@@ -153,3 +153,13 @@ def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_ot
     clock.now_s += 10.0
     line.elapsed("another", 0.0)
     assert out.getvalue().endswith(" so far")
+
+
+def test_what_is_told_to_have_passed_is_of_the_clock_of_the_line(clock: Clock) -> None:
+    """Not of the machine's, which may stand at any time when the line's begins."""
+    out = Terminal()
+    line = Line(out, live=True, clock=clock)
+    began_s = clock.now_s
+    clock.now_s += 90.0
+    line.elapsed("preparing", began_s)
+    assert out.getvalue() == "\r\x1b[Kpreparing: 90 s so far"

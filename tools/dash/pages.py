@@ -180,7 +180,7 @@ async def run_values(watch: Watch, id: str) -> dict[str, Any]:
     def told() -> dict[str, Any]:
         return {
             **found.summary(),
-            "now": found.running_round(listed.holds.get(id), boards) if row.status not in ENDED else None,
+            "now": found.running_round(listed.holds.get(row.id), boards) if row.status not in ENDED else None,
             "table": found.rounds(),
             "first": found.first,
             "last": found.last,

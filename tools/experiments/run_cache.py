@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 import fedquilt
+from fedquilt import bundle as bundles
 from fedquilt import columns, methods, plugins, units
 from fedquilt.core import JobError, StoreError
 from fedquilt.disk import doing
@@ -197,11 +198,12 @@ def key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
     """What a run depends on, as a file's name: the parts, the content of its bundle and of its data, and the code.
 
     Raises:
+        JobError: there is no bundle, or it is damaged.
         StoreError: the bundle or a file of the data cannot be read.
     """
-    index = (bundle / "bundle.json").read_bytes()
-    files = msgspec.json.decode(index).get("files", {})  # others in its folder are of bundles that were there before
-    blobs = sorted({str(ref["sha256"]) for ref in files.values()})
+    made = bundles.load(bundle)
+    index = msgspec.json.encode([made.meta, made.files], order="sorted")
+    blobs = sorted({ref.sha256 for ref in made.files.values()})  # others in its folder are of bundles of before
     contents = [content(path) for path in (*(bundle / "blobs" / blob for blob in blobs), *data)]
     pieces = (*parts, index, *(each.encode() for each in (*contents, code())))
     return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in pieces)).hexdigest()[:24]

@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -81,7 +81,9 @@ class Service:
         self._begun, self._count = secrets.token_hex(3), 0
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
         self._right: deque[bool] = deque(maxlen=LABELLED)
-        self._awaited: OrderedDict[str, tuple[str, int]] = OrderedDict()  # id -> model, class
+        self._awaited: OrderedDict[str, tuple[str, Sequence[str], int]] = (
+            OrderedDict()
+        )  # id -> model, its labels, class
         self.served = self.failed = self.labelled = self.swaps = 0
         self._references = self._read()
         self._drift, self._of = self._fresh(models.now), models.now.sha256
@@ -147,7 +149,7 @@ class Service:
             for row, number in zip(scores, best, strict=True):
                 self._count += 1
                 id = f"{self._begun}-{self._count}"
-                self._awaited[id] = (loaded.sha256, number)
+                self._awaited[id] = (loaded.sha256, loaded.network.labels, number)
                 found.append(Answer(id, number, loaded.network.labels[number], float(row[number]), loaded.sha256))
             while len(self._awaited) > AWAITED_MOST:
                 self._awaited.popitem(last=False)
@@ -163,15 +165,15 @@ class Service:
             DataError: there is no such label.
         """
         with self._work:
-            labels = self._models.now.network.labels
-            number = labels.index(label) if isinstance(label, str) and label in labels else label
-            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(labels):
-                raise DataError(f"there is no label {str(label)[:100]!r}; there are {', '.join(labels[:50])}")
             if id not in self._awaited:
                 raise UnknownAnswerError(
                     f"no answer {id[:100]!r} waits for its label: it has one, or more than {AWAITED_MOST} came after it"
                 )
-            model, told = self._awaited.pop(id)
+            model, labels, told = self._awaited[id]
+            number = labels.index(label) if isinstance(label, str) and label in labels else label
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(labels):
+                raise DataError(f"there is no label {str(label)[:100]!r}; there are {', '.join(labels[:50])}")
+            del self._awaited[id]
             right = told == number
             if model == self._of:
                 self._right.append(right)

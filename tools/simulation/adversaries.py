@@ -46,7 +46,13 @@ def data(lying: Adversaries) -> dict[str, Any]:
     return {KEY: {"attack": lying.attack, "factor": lying.factor}}
 
 
-def informed(order: Order, honest: Path) -> Order:
+def honest_file(order: Order) -> str | None:
+    """Return the file that `informed` put into an order, or None."""
+    honest: str | None = order.data.get(KEY, {}).get("honest")
+    return honest
+
+
+def informed(order: Order, honest: Path | str) -> Order:
     """An adversary's order with the file that `Overheard.write` has written."""
     return msgspec.structs.replace(order, data={**order.data, KEY: {**order.data[KEY], "honest": str(honest)}})
 

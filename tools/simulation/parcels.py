@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from fedquilt.disk import REAL, doing
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.tools.simulation import adversaries
 from fedquilt.tools.simulation.workers import Done, Setup, Work
 
 
@@ -51,27 +52,26 @@ class Made(msgspec.Struct, frozen=True):
 def packed(order: Order) -> tuple[Order, dict[str, str]]:
     """An order without paths, and the file of each content that it names."""
     files = {order.task.bundles[name].sha256: path for name, path in order.bundles.items()}
-    given = dict(order.data)
     private = None
     if order.private is not None:
         private = REAL.digest(order.private)
         files[private] = order.private
-    if "honest" in given:  # what adversaries have overheard (`adversaries.informed`)
-        path, given["honest"] = given["honest"], REAL.digest(given["honest"])
-        files[given["honest"]] = path
+    if (honest := adversaries.honest_file(order)) is not None:
+        files[REAL.digest(honest)] = honest
+        order = adversaries.informed(order, REAL.digest(honest))
     bundles = {name: order.task.bundles[name].sha256 for name in order.bundles}
-    sent = replace(order, bundles=bundles, private=private, data=given, cache="", out="", whole_bytes=sys.maxsize)
+    sent = replace(order, bundles=bundles, private=private, cache="", out="", whole_bytes=sys.maxsize)
     return sent, files
 
 
 def unpacked(order: Order, find: Callable[[str], str], cache: str, out: str) -> Order:
     """The order with this machine's paths; `find` has the file of a content."""
-    data = {key: find(value) if key == "honest" else value for key, value in order.data.items()}
+    if (honest := adversaries.honest_file(order)) is not None:
+        order = adversaries.informed(order, find(honest))
     return replace(
         order,
         bundles={name: find(sha256) for name, sha256 in order.bundles.items()},
         private=None if order.private is None else find(order.private),
-        data=data,
         cache=f"{cache}/{order.device}",
         out=out,
     )

@@ -117,24 +117,23 @@ def require_supported(files: Sequence[Path]) -> None:
 
 
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
-    """Return the bit depth of grey images by their largest level, 9 to 16, or 0 for 8-bit images.
+    """Return the bit depth of grey images by their largest level, 9 to 16, or 0 if all have 8 bits.
 
     A 12-bit camera saves PNG of 16 bits, of which it uses 12. At least `sample` evenly chosen images are decoded.
 
     Raises:
         DataError: If an image cannot be decoded.
     """
-    largest = 0
+    depth = 0
     for file in files[:: max(1, len(files) // sample)]:
         try:
             with _open_image(import_pillow(), file) as image:
                 if image.mode in DEEP_MODES:
-                    largest = max(largest, int(np.asarray(image).max(initial=0)))
-                elif not largest:
-                    return 0
+                    bits = int(np.asarray(image).max(initial=0)).bit_length()
+                    depth = max(depth, DEPTHS[0], min(bits, DEPTHS[-1]))
         except OSError as error:
             raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
-    return max(DEPTHS[0], min(largest.bit_length(), DEPTHS[-1])) if largest else 0
+    return depth
 
 
 def _open_image(Image: Any, source: Path | bytes) -> Any:

@@ -91,6 +91,7 @@ def test_a_job_is_frozen() -> None:
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
             r"\[fleet\]: 8 values, and there are 7 keys: devices",
         ),
+        (lambda: fq.Fleet(4, devices=5), r"\[fleet\]: devices is given twice: 4 by its place and 5 by its name"),
         (lambda: fq.Data("x.npz", partition="dirichlett"), r"\[data\]: .*did you mean 'dirichlet'\?"),
         (lambda: fq.Data(), r"\[data\]: one of path, sources, synthetic and dataset is wanted, not none"),
         (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: there is no key 'alpa'.*did you mean 'alpha'\?"),

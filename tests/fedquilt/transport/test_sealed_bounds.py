@@ -47,14 +47,30 @@ def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
     assert fleet.payloads("coordinator")[1:] == []
 
 
-def test_what_is_larger_than_any_message_is_not_even_hashed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_larger_than_any_message_is_not_even_hashed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A broker may carry a megabyte; a manifest has a quarter of one at most."""
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
     monkeypatch.setattr(Session, "require", None)
-    fleet.mallory.publish(up("a"), fleet.broker.of(up("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100)))
+    large = fleet.broker.of(up("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100))
+    fleet.mallory.publish(up("a"), large)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
+    assert f"oversized: it has {len(large)} bytes, and a message has at most 262272" in caplog.text
+    assert "unsigned" not in caplog.text
+
+
+def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.broker.change = lambda topic, payload: payload[:-2] if topic == up("a") else payload
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.run()
+    assert fleet.payloads("coordinator") == []
+    assert "forged: " in caplog.text
+    assert "unsigned" not in caplog.text
 
 
 def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet: Fleet) -> None:

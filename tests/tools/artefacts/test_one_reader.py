@@ -257,6 +257,24 @@ def test_deep_images_without_depth_name_the_setting(tmp_path: Path) -> None:
         examples.load_all(DataSpec(str(tmp_path), depth=10))
 
 
+@pytest.mark.parametrize("first", ["8 bits", "12 bits", "12 bits, all black"])
+def test_one_image_of_12_bits_among_others_gives_the_depth_in_any_order(tmp_path: Path, first: str) -> None:
+    """Images of 8 bits are read at the depth of the deep ones; a black one does not make them images of 8 bits."""
+    levels: dict[str, Any] = {"8 bits": np.uint8(200), "12 bits": np.uint16(4095), "12 bits, all black": np.uint16(0)}
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number, name in enumerate(sorted(levels, key=lambda name: (name != first, name))):
+        Image.fromarray(np.full((4, 4), levels[name])).save(tmp_path / "train" / "a" / f"{number}.png")
+    data = complete_data_table({"path": str(tmp_path)})
+    assert data["depth"] == 12
+    assert examples.load_all(DataSpec.parse(data)).x.dtype == np.uint16
+
+
+def test_black_images_of_16_bits_have_a_depth(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "train" / "a" / "0.png")
+    assert complete_data_table({"path": str(tmp_path)})["depth"] == 9
+
+
 def test_a_file_that_is_no_image_is_named_when_the_job_is_read(tmp_path: Path) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     file = tmp_path / "train" / "a" / "0.png"

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator.facts import Answered, Rejected
+from fedquilt.coordinator.holds import Hold
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.dash import follow, pages, watch
 from fedquilt.tools.dash.follow import Follower
@@ -222,3 +223,18 @@ async def get(app: Any, path: str, query: str = "") -> bytes:
     await app({**scope, "headers": [(b"host", b"localhost")], "scheme": "http", "http_version": "1.1"}, receive, send)
     assert sent[0]["status"] == 200, sent
     return b"".join(message.get("body", b"") for message in sent)
+
+
+def test_a_run_by_its_jobs_name_is_the_same_page_as_by_its_id(tmp_path: Path) -> None:
+    """Whether somebody works on it, and what the coordinator holds it for."""
+    run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
+
+    async def asked(made: Watch) -> list[dict[str, Any]]:
+        return [await pages.run_values(made, name) for name in (run, "digits")]
+
+    with Store(tmp_path) as store:
+        assert store.lock()
+        store.holds.note(run, Hold(0.0, 1e12, "the disk gives an error", "its model", 1))
+        by_id, by_name = watched(tmp_path, asked)
+    assert "the disk gives an error" in by_id["now"]["waits"]
+    assert {**by_name, "at": by_id["at"]} == by_id

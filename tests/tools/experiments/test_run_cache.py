@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 import fedquilt
-from fedquilt.core import StoreError
+from fedquilt import bundle
+from fedquilt.core import JobError, StoreError
 from fedquilt.tools.experiments import run_cache
 
 
@@ -25,22 +26,35 @@ def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) ->
 
 def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:
     """Where one part ends and the next begins counts too."""
-    (tmp_path / "bundle.json").write_text("{}")
+    bundle.write(tmp_path, {}, {})
     keys = [run_cache.key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))]
     assert run_cache.key(b"ab", b"c", bundle=tmp_path, data=()) == keys[0]
-    (tmp_path / "bundle.json").write_text('{"files": {"model": {"sha256": "0a", "size": 7}}}')
-    (tmp_path / "blobs").mkdir()
+    bundle.write(tmp_path, {}, {"model": b"weights"})
+    (blob,) = (tmp_path / "blobs").iterdir()
     for weights in (b"weights", b"Weights"):
-        (tmp_path / "blobs" / "0a").write_bytes(weights)
+        blob.write_bytes(weights)
         keys.append(run_cache.key(b"ab", b"c", bundle=tmp_path, data=()))
     assert len(set(keys)) == 5
-    (tmp_path / "blobs" / "0b").write_bytes(b"of a bundle that was here before")
+    (tmp_path / "blobs" / ("0" * 64)).write_bytes(b"of a bundle that was here before")
     assert run_cache.key(b"ab", b"c", bundle=tmp_path, data=()) == keys[-1]
+
+
+def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """By its folder, its index or the file that is missing."""
+    with pytest.raises(JobError, match=r"no bundle in .*prepare"):
+        run_cache.key(b"job", bundle=tmp_path, data=())
+    bundle.write(tmp_path, {}, {"model": b"weights"})
+    next((tmp_path / "blobs").iterdir()).unlink()
+    with pytest.raises(JobError, match=r"file 'model' .* is missing"):
+        run_cache.key(b"job", bundle=tmp_path, data=())
+    (tmp_path / "bundle.json").write_bytes(b"{")
+    with pytest.raises(JobError, match=r"bundle\.json is damaged"):
+        run_cache.key(b"job", bundle=tmp_path, data=())
 
 
 def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp_path: Path) -> None:
     """A file or a folder; other labels in a file of the same name, size and times are other data."""
-    (tmp_path / "bundle.json").write_text("{}")
+    bundle.write(tmp_path, {}, {})
     (tmp_path / "data" / "deep").mkdir(parents=True)
     file = tmp_path / "data" / "deep" / "labels"
     file.write_bytes(b"0123")

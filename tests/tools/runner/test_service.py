@@ -15,6 +15,7 @@ pytest.importorskip("onnxruntime")
 import classifiers
 from runners import Clock, Running, digest, npy, npz
 
+from fedquilt.core import DataError
 from fedquilt.tools.runner import service as services
 from fedquilt.tools.runner.models import Models
 from fedquilt.tools.runner.service import Service
@@ -124,6 +125,8 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
         _, told = running.client.post(npy(classifiers.image(250)))
         truth = "night" if number % 4 == 0 else 1
         label = json.dumps({"id": told["id"], "label": truth})
+        wrong = json.dumps({"id": told["id"], "label": "dusk"})
+        assert running.client.ask("POST", "/v1/label", wrong)[0] == 400  # and it still waits for a right one
         status, said = running.client.ask("POST", "/v1/label", label)
         assert (status, said) == (200, {"right": number % 4 != 0})
     status, said = running.client.ask("POST", "/v1/label", label)
@@ -131,7 +134,19 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
     assert "waits for its label" in said["error"]
     assert running.service.standing()["accuracy"] == 0.75
     assert running.service.standing()["labelled"] == 20
-    assert running.client.ask("POST", "/v1/label", '{"id": "x", "label": "dusk"}')[0] == 400
+
+
+def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Path) -> None:
+    """Also where the model in use has the same names in another order, or others."""
+    first, second = running.service.stored(np.stack([classifiers.image(250)] * 2))
+    classifiers.written(models / "b" / "model.onnx", labels=("day", "dusk"))
+    classifiers.lead(models, "b")
+    assert running.models.look()
+    assert first.name == "day"
+    assert running.service.label(first.id, "day")
+    with pytest.raises(DataError, match="there is no label 'dusk'; there are night, day"):
+        running.service.label(second.id, "dusk")
+    assert not running.service.label(second.id, "night")
 
 
 def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models: Path) -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 import plain
 import pytest
 
+from fedquilt.coordinator.settings import Adversaries
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation import parcels
+from fedquilt.tools.simulation import adversaries, parcels
 from fedquilt.tools.simulation.ray_node import Files
 from fedquilt.tools.simulation.workers import Done
+
+LYING = Adversaries(share=0.2, attack="inner_product")
 
 
 def sha256(payload: bytes) -> str:
@@ -32,7 +35,7 @@ def written(path: Path, payload: bytes) -> str:
 def order(folder: Path, **changes: object) -> Order:
     task = plain.task(bundles={"model": ref(b"weights")})
     given = {
-        "data": {"share": "dev-0", "honest": written(folder / "honest", b"what others sent")},
+        "data": {"share": "dev-0", **adversaries.data(LYING)},
         "bundles": {"model": written(folder / "blob", b"weights")},
         "private": written(folder / "mine", b"private state"),
         "cache": str(folder / "cache"),
@@ -40,7 +43,9 @@ def order(folder: Path, **changes: object) -> Order:
         "prefix": "dev-0.",
         "whole_bytes": 8,
     }
-    return Order(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
+    honest = written(folder / "honest", b"what others sent")
+    made = Order(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
+    return adversaries.informed(made, honest)
 
 
 def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
@@ -51,13 +56,23 @@ def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_o
     assert files == {
         sha256(b"weights"): given.bundles["model"],
         sha256(b"private state"): given.private,
-        sha256(b"what others sent"): given.data["honest"],
+        sha256(b"what others sent"): str(tmp_path / "honest"),
     }
     there = parcels.unpacked(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
     assert there.bundles == {"model": f"/node/{sha256(b'weights')}"}
     assert there.private == f"/node/{sha256(b'private state')}"
-    assert there.data == {"share": "dev-0", "honest": f"/node/{sha256(b'what others sent')}"}
+    assert there.data == adversaries.informed(given, f"/node/{sha256(b'what others sent')}").data
     assert (there.cache, there.out, there.task) == ("/node/caches/dev-0", "/node/out", given.task)
+
+
+@pytest.mark.parametrize("data", [{}, adversaries.data(LYING)])
+def test_an_order_of_a_board_that_overhears_nobody_keeps_its_data(data: dict[str, object]) -> None:
+    given = Order(
+        task=plain.task(), device="dev-0", budget_bytes=1, data=data, bundles={}, private=None, cache="", out=""
+    )
+    sent, files = parcels.packed(given)
+    assert (sent.data, files) == (data, {})
+    assert parcels.unpacked(sent, str, "/node/caches", "/node/out").data == data
 
 
 def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written_it(tmp_path: Path) -> None:
