@@ -15,7 +15,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -214,15 +214,12 @@ def _place(row: Row, imaged: bool, folder: Path) -> str:
 
 
 def _token(row: Row, plan: Plan, at_s: float) -> Path:
-    """The board's own token: that of an interrupted run while it is valid, else a new one."""
+    """Return the file of the board's token: that of an interrupted run if the token is still unused, else a new one."""
     path = plan.folder / f"{row.name}.token"
-    if not path.is_file() or path.stat().st_mtime + plan.hours * 3600.0 <= at_s:
-        register = Register(plan.authority / "register.db")
-        try:
+    with closing(Register(plan.authority / "register.db")) as register:
+        if not path.is_file() or not register.is_unused(path.read_text(errors="replace").strip(), at_s):
             text = register.make_token(row.name, plan.hours * 3600.0, at_s)
-        finally:
-            register.close()
-        enrolment.keep(path, f"{text}\n".encode(), 0o600)
+            enrolment.keep(path, f"{text}\n".encode(), 0o600)
     return path
 
 

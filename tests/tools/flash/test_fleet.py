@@ -103,6 +103,32 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
     assert "orin-1: done before" not in capfd.readouterr().out
 
 
+def redeem(register: Register, token: str) -> None:
+    with register.together():
+        register.take_token(token, "orin-1", "key of the first card", time.time())
+
+
+def cancel(register: Register, token: str) -> None:
+    register.cancel_tokens("orin-1")
+
+
+@pytest.mark.parametrize("spend", [redeem, cancel])
+def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path, spend: Any) -> None:
+    """The new card makes a new key, and no token serves two keys."""
+    (site / "boards.csv").write_text("name,budget\norin-1,1GB\n")
+    assert flash(site) == 0
+    file = site / "fedquilt-boards/orin-1.token"
+    first = file.read_text().strip()
+    register = Register(site / "ca/register.db")
+    spend(register, first)
+    (site / "boards.csv").write_text("name,budget\norin-1,2GB\n")
+    assert flash(site) == 0
+    with register.together():
+        taken = register.take_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
+    register.close()
+    assert isinstance(taken, Token), taken
+
+
 @pytest.mark.parametrize("watch", [(), ("--watch",)])
 def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
     site: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watch: tuple[str, ...]
