@@ -130,12 +130,12 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
 
 
 def wait(
-    settings: AgentSettings,  # """Repeat `enrol` until the endpoint is reached; a refusal or a wrong setting ends it.
+    settings: AgentSettings,
     clock: Callable[[], datetime.datetime],
     pause: Callable[[float], None],
     post: Post | None = None,
 ) -> str:
-    """`enrol`, again and again until the endpoint is reached; a refusal or a wrong setting ends it.
+    """Repeat `enrol` until the endpoint is reached. A refusal or a wrong setting ends the repetition.
 
     Raises:
         JobError, StoreError: as `enrol`.
