@@ -81,9 +81,8 @@ class Service:
         self._begun, self._count = secrets.token_hex(3), 0
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
         self._right: deque[bool] = deque(maxlen=LABELLED)
-        self._awaited: OrderedDict[str, tuple[str, Sequence[str], int]] = (
-            OrderedDict()
-        )  # id -> model, its labels, class
+        # id -> model, its labels, class
+        self._awaited: OrderedDict[str, tuple[str, Sequence[str], int]] = OrderedDict()
         self.served = self.failed = self.labelled = self.swaps = 0
         self._references = self._read()
         self._drift, self._of = self._fresh(models.now), models.now.sha256

@@ -96,10 +96,11 @@ def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Pat
     assert len({case.key, other.key, longer.key}) == 3
     assert same.key == case.key
     shutil.copytree(folder, tmp_path / "moved")
-    index = (folder / "bundle.json").read_bytes()
     moved = msgspec.structs.replace(case, folder=str(tmp_path / "moved"))
     assert moved.key == case.key
-    (tmp_path / "moved" / "bundle.json").write_bytes(index + b" ")
+    made = bundle.load(folder)
+    files = {name: (folder / "blobs" / ref.sha256).read_bytes() for name, ref in made.files.items()}
+    bundle.write(tmp_path / "moved", {**made.meta, "note": "another"}, files)
     assert moved.key != case.key
 
 
