@@ -160,6 +160,15 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
         other.close()
 
 
+@pytest.mark.parametrize(
+    "url", ["https://a..b", "https://[::1", "https://a:x", "https://a:65536", "http://a", "https://"]
+)
+def test_an_address_that_is_none_is_named_before_anything_is_sent(site: Site, url: str) -> None:
+    """`wait` would repeat what can never succeed, or end in a traceback."""
+    with pytest.raises(JobError, match="is no endpoint's address"):
+        enrol.enrol(site.board("orin-7", "token", url), now())
+
+
 def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None:
     """Here the endpoint's certificate was made by a clock far behind, which looks the same to the board."""
     board = site.board("orin-7", site.token("orin-7"))
