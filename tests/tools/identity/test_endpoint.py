@@ -217,6 +217,17 @@ def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.L
     assert "Traceback" not in caplog.text
 
 
+def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A broker that fetches it would else see a closed connection, and the operator nothing."""
+    (site.authority.folder / "crl.pem").unlink()
+    status, body = ask(site, "GET", enrolment.CRL)
+    assert status == 500
+    assert "the revocation list cannot be read" in json.loads(body)["reason"]
+    assert "crl.pem" in caplog.text
+
+
 def test_a_port_in_use_says_so(site: Site) -> None:
     """And names it."""
     with pytest.raises(LinkError, match=f"cannot listen on 127.0.0.1:{site.endpoint.port}"):
