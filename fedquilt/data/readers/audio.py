@@ -34,7 +34,7 @@ class _Sound(NamedTuple):
     channels: int
     rate: int
     width: int  # bytes of a sample
-    count: int  # samples of each channel
+    samples: int  # of each channel
 
 
 def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
