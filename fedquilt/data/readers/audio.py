@@ -19,10 +19,8 @@ from fedquilt.data.readers.base import Reader
 from fedquilt.data.readers.columns import Chunk
 from fedquilt.data.spec import Audio, DataSpec
 
-PCM, EXTENSIBLE = (
-    1,
-    0xFFFE,
-)  # formats of WAV files; the second names another, which 24 bits and several channels ask for
+PCM: Final = 1  # format of a WAV file
+EXTENSIBLE: Final = 0xFFFE  # names its format elsewhere, as programs write for 24 bits or several channels
 SUBFORMAT: Final = bytes.fromhex("000000001000800000aa00389b71")  # behind the number of the format that it names
 FMT_MOST: Final = 40  # bytes of a format
 
@@ -34,7 +32,7 @@ class _Sound(NamedTuple):
     channels: int
     rate: int
     width: int  # bytes of a sample
-    count: int  # samples of each channel
+    samples: int  # of each channel
 
 
 def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
@@ -141,8 +139,7 @@ def _name_of(source: Path | bytes) -> str:
 
 def _require_sample_rate(sound: _Sound, source: Path | bytes, audio: Audio) -> None:
     """Raise DataError if the recording's rate is not the one of [data.audio]."""
-    rate = sound.rate
-    if rate != audio.rate:
+    if (rate := sound.rate) != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
             f"{_name_of(source)} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
